@@ -1,0 +1,216 @@
+//! The driver as the heap sees it: reservations, physical handles, mappings, streams, events.
+//!
+//! A [`Backend`] is mechanism only. It knows nothing of blocks or policy, and the heap calls its
+//! memory operations from one thread at a time (they run under the heap's driver lock); event
+//! operations may come from any thread. Three backends exist: [`sim`] (no memory, checks every
+//! rule of the driver), [`host`] (memfd pages really remapped) and `cuda`.
+
+use crate::error::{DriverError, Error};
+use std::fmt;
+use std::time::Duration;
+
+pub mod cost;
+pub mod fault;
+pub mod host;
+pub mod sim;
+pub mod timeline;
+
+/// A stream as the client names it: a `CUstream` on CUDA, any number on `sim`, and what
+/// [`host::HostBackend::create_stream`] gave on `host`. 0 is the default stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct StreamId(pub u64);
+
+/// Physical memory of one create call. The number is the backend's own name for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PhysicalAllocation(pub u64);
+
+/// A recorded event. Not `Clone`: whoever holds it is the only one, so it cannot be recorded
+/// again while someone waits for it. Give it back with [`Backend::recycle`].
+#[derive(Debug, PartialEq, Eq, Hash)]
+#[must_use = "an event that is dropped instead of recycled is lost to the backend's pool"]
+pub struct Event(pub u64);
+
+/// What an event covers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EventScope {
+    /// All work queued so far on every stream of the device's context, also streams that the heap
+    /// has never seen (`cuCtxRecordEvent`).
+    Context,
+    /// All work queued so far on one stream.
+    Stream(StreamId),
+}
+
+/// Which backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum BackendKind {
+    /// A real GPU.
+    Cuda,
+    /// Host memory, really remapped.
+    Host,
+    /// No memory: counts and checks.
+    Sim,
+}
+
+impl BackendKind {
+    /// Name as on the command line and in `XSEG_CONF`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Cuda => "cuda",
+            Self::Host => "host",
+            Self::Sim => "sim",
+        }
+    }
+}
+
+impl fmt::Display for BackendKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What the device can do, as probed when the backend was opened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Capabilities {
+    /// Smallest multiple of physical memory in bytes. The heap needs a divisor of 2 MiB.
+    pub granularity: u64,
+    /// [`EventScope::Context`] works.
+    pub context_events: bool,
+    /// Page-table edits beside running kernels are known to be safe (compute capability 8.0 and up).
+    pub concurrent_remap: bool,
+    /// Name of the device, for people.
+    pub device: String,
+    /// What was tried and dropped, for people.
+    pub notes: Vec<String>,
+}
+
+impl Default for Capabilities {
+    fn default() -> Self {
+        Self {
+            granularity: crate::units::GRANULE,
+            context_events: true,
+            concurrent_remap: true,
+            device: String::new(),
+            notes: Vec::new(),
+        }
+    }
+}
+
+/// Memory of the device in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryInfo {
+    /// Not in use by anyone.
+    pub free: u64,
+    /// All of it; `u64::MAX` where there is no bound.
+    pub total: u64,
+}
+
+/// The driver operations that the heap is built on.
+///
+/// Sizes and addresses are bytes and multiples of [`Capabilities::granularity`]. A handle is
+/// mapped, unmapped and released whole; it may be mapped at several addresses at once. A released
+/// handle frees its memory when its last mapping is gone.
+///
+/// # Errors
+/// Every operation can fail, and leaves everything as it was when it does.
+pub trait Backend: Send + Sync + fmt::Debug {
+    /// Which backend this is.
+    fn kind(&self) -> BackendKind;
+
+    /// What the device can do.
+    fn capabilities(&self) -> &Capabilities;
+
+    /// Free and total memory of the device.
+    fn memory(&self) -> Result<MemoryInfo, DriverError>;
+
+    /// Reserves `bytes` of addresses, aligned to a granule; nothing is mapped there.
+    fn reserve(&self, bytes: u64) -> Result<u64, DriverError>;
+
+    /// Gives a whole reservation back.
+    ///
+    /// # Safety
+    /// `address` and `bytes` are those of a [`Backend::reserve`]; nothing is mapped in it and
+    /// nobody uses its addresses any more.
+    unsafe fn unreserve(&self, address: u64, bytes: u64) -> Result<(), DriverError>;
+
+    /// Creates physical memory.
+    fn create(&self, bytes: u64) -> Result<PhysicalAllocation, DriverError>;
+
+    /// Maps all of `handle` (of `bytes`) at `address`; not accessible yet.
+    ///
+    /// # Safety
+    /// The range lies in one reservation and nothing is mapped in it.
+    unsafe fn map(&self, address: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError>;
+
+    /// Makes one mapping readable and writable for the device.
+    ///
+    /// # Safety
+    /// The range is exactly one mapping.
+    unsafe fn set_access(&self, address: u64, bytes: u64) -> Result<(), DriverError>;
+
+    /// Unmaps one mapping.
+    ///
+    /// # Safety
+    /// The range is exactly one mapping, and no work that is queued or running uses its addresses.
+    unsafe fn unmap(&self, address: u64, bytes: u64) -> Result<(), DriverError>;
+
+    /// Releases `handle`.
+    ///
+    /// # Safety
+    /// `handle` came from [`Backend::create`] with `bytes`, and is not named again.
+    unsafe fn release(&self, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError>;
+
+    /// Moves a mapping: afterwards `handle` is mapped and accessible at `to`, and `from` is unmapped.
+    /// Counts as map, `set_access` and unmap whatever way it takes.
+    ///
+    /// # Safety
+    /// As [`Backend::map`] for `to` and [`Backend::unmap`] for `from`.
+    unsafe fn relocate(&self, from: u64, to: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+        // SAFETY: the caller vouches for `to`.
+        unsafe { self.map(to, handle, bytes) }?;
+        // SAFETY: `to` is the mapping made above; `from` is the caller's.
+        let done = unsafe { self.set_access(to, bytes) }.and_then(|()| unsafe { self.unmap(from, bytes) });
+        if done.is_err() {
+            // SAFETY: the mapping at `to` is new, nobody has used it.
+            let _ = unsafe { self.unmap(to, bytes) };
+        }
+        done
+    }
+
+    /// The identity of a stream: two streams that ever existed never share one, though their
+    /// handles may (`cuStreamGetId`). Called on the hot path: a few nanoseconds.
+    ///
+    /// # Errors
+    /// [`Error::DeadStream`] for a stream that the backend knows not to exist.
+    fn stream_key(&self, stream: StreamId) -> Result<u64, Error> {
+        Ok(stream.0)
+    }
+
+    /// Records an event that completes when all work queued so far in `scope` has.
+    fn record(&self, scope: EventScope) -> Result<Event, DriverError>;
+
+    /// Has the event completed? Never waits.
+    fn is_done(&self, event: &Event) -> Result<bool, DriverError>;
+
+    /// Blocks the calling thread until the event completes, at most `limit`; says whether it did.
+    fn wait(&self, event: &Event, limit: Duration) -> Result<bool, DriverError>;
+
+    /// Makes later work of `stream` wait for the event, on the device.
+    fn stream_wait(&self, stream: StreamId, event: &Event) -> Result<(), DriverError>;
+
+    /// Takes an event back.
+    fn recycle(&self, event: Event);
+
+    /// Waits until all work of the device is done (for devices whose page tables may not be edited
+    /// beside running kernels).
+    fn quiesce(&self) -> Result<(), DriverError>;
+
+    /// Is a graph being captured from this stream?
+    fn is_capturing(&self, _stream: StreamId) -> bool {
+        false
+    }
+
+    /// Time since some fixed moment, for policies with durations. Not called on the hot path.
+    fn now(&self) -> Duration;
+}

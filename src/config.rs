@@ -1,0 +1,147 @@
+//! Policy of a heap: what `XSEG_CONF` and the builder set.
+#![forbid(unsafe_code)]
+
+use crate::units::{GIB, MIB};
+use std::time::Duration;
+
+/// A size in bytes, or a share of the device's memory.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum SizeOrShare {
+    /// Bytes.
+    Bytes(u64),
+    /// Share of the device's total memory, above 0.
+    Share(f64),
+}
+
+/// How much physical memory one growth step creates.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Growth {
+    /// What the request misses, no more.
+    Exact,
+    /// Rounded up to a multiple of this many bytes.
+    Step(u64),
+    /// At least this factor of what is reserved already is reached (1.1 = a tenth more).
+    Geometric(f64),
+}
+
+/// When idle memory goes back to the driver.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Shrink {
+    /// Never, but by `trim`.
+    Never,
+    /// When the driver or the limit refuses growth (the driver's memory may be others' by then).
+    Oom,
+    /// What no block has used for this long, checked on calls and on `tick`.
+    Idle(Duration),
+    /// When reserved exceeds live by more than this share of live, checked on calls and on `tick`.
+    Watermark(f64),
+}
+
+/// When pages move.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Defrag {
+    /// Only when memory cannot be created: at the limit, or at the configured slack.
+    OnPressure,
+    /// Before memory is created: reserved stays close to live.
+    Eager,
+    /// Never: idle handles are released and created anew instead.
+    Off,
+}
+
+/// What another stream needs before it takes a free block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CrossStream {
+    /// Proof that every stream of the context has passed the free.
+    Passed,
+    /// Nothing of another stream is ever taken.
+    Off,
+    /// As `Passed`; under pressure a GPU-side wait instead of the proof.
+    Wait,
+}
+
+/// How page tables are edited beside running kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RemapMode {
+    /// `Concurrent` where the device is known to allow it, else `Quiesce`.
+    Auto,
+    /// Beside running kernels.
+    Concurrent,
+    /// After waiting for the device.
+    Quiesce,
+}
+
+/// Which backend `Heap::from_env` opens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BackendChoice {
+    /// `cuda` where there is a device, else `host`.
+    Auto,
+    /// A real GPU, by index.
+    Cuda(u32),
+    /// Host memory.
+    Host,
+    /// No memory.
+    Sim,
+}
+
+/// The policy. Sizes in bytes.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Config {
+    /// Most physical memory that may exist. `None`: the device's total less 512 MiB or 1 %, whichever is more.
+    pub limit: Option<SizeOrShare>,
+    /// Addresses reserved at start. `None`: four times the device's memory (1 TiB where that is unbounded).
+    pub reserve: Option<u64>,
+    /// How much one growth step creates.
+    pub growth: Growth,
+    /// Largest handle; a power of two of granules.
+    pub handle_max: u64,
+    /// Memory created and mapped at start.
+    pub warmup: u64,
+    /// When idle memory goes back.
+    pub shrink: Shrink,
+    /// Physical memory that shrinking leaves.
+    pub keep: u64,
+    /// When pages move.
+    pub defrag: Defrag,
+    /// Growth stops and pages move when reserved exceeds (1 + slack) times live. `None`: no such bound.
+    pub slack: Option<f64>,
+    /// Largest request of the small pools.
+    pub small_limit: u64,
+    /// What another stream needs before it takes a free block.
+    pub cross_stream: CrossStream,
+    /// How page tables are edited beside running kernels.
+    pub remap: RemapMode,
+    /// Which backend.
+    pub backend: BackendChoice,
+    /// Print statistics to stderr when the heap is dropped.
+    pub stats: bool,
+    /// Longest host wait before an out-of-memory error.
+    pub wait_limit: Duration,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            limit: None,
+            reserve: None,
+            growth: Growth::Exact,
+            handle_max: 64 * MIB,
+            warmup: 0,
+            shrink: Shrink::Oom,
+            keep: 0,
+            defrag: Defrag::OnPressure,
+            slack: None,
+            small_limit: MIB,
+            cross_stream: CrossStream::Passed,
+            remap: RemapMode::Auto,
+            backend: BackendChoice::Auto,
+            stats: false,
+            wait_limit: Duration::from_secs(10),
+        }
+    }
+}
+
+/// Smallest and largest value of `small_limit`.
+pub(crate) const SMALL_LIMIT_MAX: u64 = MIB;
+/// Largest `reserve` of one heap (addresses are counted in 32 bits of units).
+pub(crate) const RESERVE_MAX: u64 = 2048 * GIB;

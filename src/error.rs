@@ -1,0 +1,214 @@
+//! Errors of the library: each says what happened and what to do.
+
+use crate::units::human;
+use std::fmt;
+
+/// Result of the library.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What an operation of a driver was, for errors and counters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DriverCall {
+    /// Reserve addresses (`cuMemAddressReserve`).
+    Reserve,
+    /// Give addresses back (`cuMemAddressFree`).
+    Unreserve,
+    /// Create physical memory (`cuMemCreate`).
+    Create,
+    /// Map a handle (`cuMemMap`).
+    Map,
+    /// Make a mapping accessible (`cuMemSetAccess`).
+    SetAccess,
+    /// Unmap a mapping (`cuMemUnmap`).
+    Unmap,
+    /// Release physical memory (`cuMemRelease`).
+    Release,
+    /// Record, query or wait for an event.
+    Event,
+    /// Anything else (initialisation, attributes, contexts).
+    Other,
+}
+
+impl fmt::Display for DriverCall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Reserve => "reserve",
+            Self::Unreserve => "unreserve",
+            Self::Create => "create",
+            Self::Map => "map",
+            Self::SetAccess => "set_access",
+            Self::Unmap => "unmap",
+            Self::Release => "release",
+            Self::Event => "event",
+            Self::Other => "driver",
+        })
+    }
+}
+
+/// A refused driver call.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("the {call} call failed: {reason}")]
+pub struct DriverError {
+    /// Which call.
+    pub call: DriverCall,
+    /// The driver's own words (error name, or the system's message).
+    pub reason: String,
+    /// The device has no memory left for this call; the heap then frees some and tries again.
+    pub out_of_memory: bool,
+}
+
+impl DriverError {
+    /// A failure other than lack of memory.
+    pub fn new(call: DriverCall, reason: impl Into<String>) -> Self {
+        Self { call, reason: reason.into(), out_of_memory: false }
+    }
+
+    /// A failure for lack of device memory.
+    pub fn out_of_memory(call: DriverCall, reason: impl Into<String>) -> Self {
+        Self { call, reason: reason.into(), out_of_memory: true }
+    }
+}
+
+/// The state of the heap when a request could not be served. Sizes in bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct OutOfMemory {
+    /// What was asked for.
+    pub requested: u64,
+    /// The stream that asked.
+    pub stream: u64,
+    /// The limit in force (the device's free memory where the driver refused before the limit).
+    pub limit: u64,
+    /// Physical memory that the heap holds.
+    pub reserved: u64,
+    /// Bytes in live blocks.
+    pub allocated: u64,
+    /// Reserved bytes that no live block uses.
+    pub free: u64,
+    /// Largest free range at one place.
+    pub largest_free: u64,
+    /// Free bytes that the asking stream may not take yet: freed on other streams, not proven passed.
+    pub waiting: u64,
+    /// Free bytes in handles that live blocks hold (a handle cannot be split).
+    pub partly_live: u64,
+    /// Free bytes inside pinned ranges.
+    pub pinned: u64,
+    /// Bytes given away by remapping whose old address is still mapped.
+    pub zombie: u64,
+    /// What the driver said last, where it was the driver that refused.
+    pub driver: Option<DriverError>,
+}
+
+impl fmt::Display for OutOfMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "out of memory: {} asked for on stream {}; limit {}, reserved {}, live {}, free {} (largest range {}; not usable: \
+             {} waits for other streams, {} shares handles with live blocks, {} is pinned)",
+            human(self.requested),
+            self.stream,
+            human(self.limit),
+            human(self.reserved),
+            human(self.allocated),
+            human(self.free),
+            human(self.largest_free),
+            human(self.waiting),
+            human(self.partly_live),
+            human(self.pinned),
+        )?;
+        if let Some(driver) = &self.driver {
+            write!(f, "; {driver}")?;
+        }
+        f.write_str("; free some blocks, raise `limit` in XSEG_CONF, or use a smaller batch")
+    }
+}
+
+/// Everything that can go wrong in the library.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// No memory for the request, after everything was tried.
+    #[error("{0}")]
+    OutOfMemory(Box<OutOfMemory>),
+    /// The address space of the heap has no range of this length left.
+    #[error(
+        "no address range of {} is left in the {} reserved; raise `reserve` in XSEG_CONF",
+        human(*requested),
+        human(*reserved)
+    )]
+    AddressSpace {
+        /// Bytes asked for.
+        requested: u64,
+        /// Bytes of addresses that the heap holds.
+        reserved: u64,
+    },
+    /// An address that is no live block of this heap.
+    #[error("{address:#x} is not a live block of this heap: {why}")]
+    InvalidPointer {
+        /// The address.
+        address: u64,
+        /// What it is instead.
+        why: PointerFault,
+    },
+    /// An argument out of range.
+    #[error("invalid argument: {0}")]
+    InvalidArgument(String),
+    /// A stream that was retired, or that the backend does not know.
+    #[error("stream {stream:#x} is dead or unknown: {why}; pass a stream that exists")]
+    DeadStream {
+        /// The stream's handle.
+        stream: u64,
+        /// What the backend said.
+        why: String,
+    },
+    /// A refused driver call that is no lack of memory. The heap is as it was before the call.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+    /// The system's limit on the number of memory mappings of a process is near.
+    #[error(
+        "{used} of {budget} memory mappings are in use (vm.max_map_count); raise it with `sysctl -w vm.max_map_count=N` or use larger handles"
+    )]
+    MappingLimit {
+        /// Mappings in use.
+        used: u64,
+        /// Mappings that the host backend allows itself.
+        budget: u64,
+    },
+    /// The backend cannot be used here.
+    #[error("the {backend} backend is not available: {why}")]
+    Unavailable {
+        /// Its name.
+        backend: &'static str,
+        /// Why, and what to do.
+        why: String,
+    },
+    /// A value of `XSEG_CONF` or of the builder is wrong.
+    #[error("XSEG_CONF: {0}")]
+    Config(String),
+    /// The heap was shut down.
+    #[error("the heap was shut down")]
+    ShutDown,
+}
+
+/// What an address is, if it is no live block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum PointerFault {
+    /// It is outside every range of the heap.
+    Foreign,
+    /// It lies inside a live block; only the block's start can be freed.
+    Interior,
+    /// The block was freed already (double free), or never handed out.
+    Freed,
+}
+
+impl fmt::Display for PointerFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Foreign => "it is outside every range of the heap",
+            Self::Interior => "it lies inside a block, pass the block's start",
+            Self::Freed => "it was freed already or never handed out",
+        })
+    }
+}

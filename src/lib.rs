@@ -1,0 +1,9 @@
+//! xseg: an allocator for GPU memory that owns addresses and physical memory separately.
+pub mod backend;
+mod bits;
+pub mod config;
+mod driver;
+pub mod error;
+pub mod units;
+
+pub use error::{Error, Result};
