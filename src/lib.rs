@@ -1,6 +1,7 @@
 //! xseg: an allocator for GPU memory that owns addresses and physical memory separately.
 pub mod backend;
 mod bits;
+pub mod conf;
 pub mod config;
 mod driver;
 pub mod error;
