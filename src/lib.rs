@@ -5,6 +5,8 @@ pub mod conf;
 pub mod config;
 mod driver;
 pub mod error;
+#[cfg(feature = "cli")]
+pub mod trace;
 pub mod units;
 
 pub use error::{Error, Result};
