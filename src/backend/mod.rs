@@ -12,6 +12,8 @@ use std::time::Duration;
 pub mod cost;
 pub mod fault;
 pub mod host;
+#[cfg(feature = "cli")]
+pub mod inject;
 pub mod sim;
 pub mod timeline;
 
