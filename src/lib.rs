@@ -6,6 +6,8 @@ pub mod config;
 mod driver;
 pub mod error;
 #[cfg(feature = "cli")]
+pub mod replay;
+#[cfg(feature = "cli")]
 pub mod trace;
 pub mod units;
 
