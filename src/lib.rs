@@ -2,8 +2,16 @@
 pub mod backend;
 mod bits;
 pub mod config;
-mod driver;
+mod epoch;
 pub mod error;
+mod heap;
+mod lookup;
+mod physical;
+mod plan;
+mod segment;
 pub mod units;
 
+pub use backend::StreamId;
+pub use config::Config;
 pub use error::{Error, Result};
+pub use heap::{Allocation, Heap, HeapBuilder, OutOfMemoryCallback, Stats, TrimReport};

@@ -5,11 +5,14 @@
 //! operations may come from any thread. Three backends exist: [`sim`] (no memory, checks every
 //! rule of the driver), [`host`] (memfd pages really remapped) and `cuda`.
 
+pub use driver::DriverCalls;
+
 use crate::error::{DriverError, Error};
 use std::fmt;
 use std::time::Duration;
 
 pub mod cost;
+pub(crate) mod driver;
 pub mod fault;
 pub mod host;
 pub mod sim;
@@ -213,4 +216,16 @@ pub trait Backend: Send + Sync + fmt::Debug {
 
     /// Time since some fixed moment, for policies with durations. Not called on the hot path.
     fn now(&self) -> Duration;
+}
+
+/// Opens a backend by policy.
+///
+/// # Errors
+/// [`Error::Unavailable`] where it cannot be used, and why.
+pub fn open(choice: crate::config::BackendChoice) -> Result<std::sync::Arc<dyn Backend>, Error> {
+    use crate::config::BackendChoice;
+    match choice {
+        BackendChoice::Sim => Ok(std::sync::Arc::new(sim::SimBackend::new(sim::SimOptions::default()))),
+        _ => Err(Error::Unavailable { backend: "host", why: "not built".into() }),
+    }
 }
