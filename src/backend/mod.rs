@@ -10,6 +10,8 @@ use std::fmt;
 use std::time::Duration;
 
 pub mod cost;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod fault;
 pub mod host;
 pub mod sim;
