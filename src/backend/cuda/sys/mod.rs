@@ -108,12 +108,17 @@ fn check_code(call: DriverCall, name: &str, code: u32) -> Result<(), DriverError
     let text = match code {
         0 => return Ok(()),
         1 => "CUDA_ERROR_INVALID_VALUE",
+        2 => return Err(DriverError::out_of_memory(call, format!("{name}: CUDA_ERROR_OUT_OF_MEMORY"))),
+        3 => "CUDA_ERROR_NOT_INITIALIZED",
         4 => "CUDA_ERROR_DEINITIALIZED",
         201 => "CUDA_ERROR_INVALID_CONTEXT",
         400 => "CUDA_ERROR_INVALID_HANDLE",
+        700 => "CUDA_ERROR_ILLEGAL_ADDRESS",
         709 => "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+        719 => "CUDA_ERROR_LAUNCH_FAILED",
         801 => "CUDA_ERROR_NOT_SUPPORTED",
         900 => "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+        999 => "CUDA_ERROR_UNKNOWN",
         other => return Err(DriverError::new(call, format!("{name}: CUDA error {other}"))),
     };
     Err(DriverError::new(call, format!("{name}: {text}")))
