@@ -13,6 +13,8 @@ use std::time::Duration;
 
 pub mod cost;
 pub(crate) mod driver;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod fault;
 pub mod host;
 pub mod sim;
