@@ -145,10 +145,3 @@ impl Default for Config {
 pub(crate) const SMALL_LIMIT_MAX: u64 = MIB;
 /// Largest `reserve` of one heap (addresses are counted in 32 bits of units).
 pub(crate) const RESERVE_MAX: u64 = 2048 * GIB;
-
-impl Config {
-    /// stand-in until the parser lands
-    pub fn parse(_: &str) -> crate::Result<Self> {
-        Ok(Self { backend: BackendChoice::Sim, ..Self::default() })
-    }
-}

@@ -1,6 +1,7 @@
 //! xseg: an allocator for GPU memory that owns addresses and physical memory separately.
 pub mod backend;
 mod bits;
+pub mod conf;
 pub mod config;
 mod epoch;
 pub mod error;
@@ -9,6 +10,8 @@ mod lookup;
 mod physical;
 mod plan;
 mod segment;
+#[cfg(feature = "cli")]
+pub mod trace;
 pub mod units;
 
 pub use backend::StreamId;

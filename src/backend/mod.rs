@@ -9,6 +9,7 @@ pub use driver::DriverCalls;
 
 use crate::error::{DriverError, Error};
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 pub mod cost;
@@ -224,10 +225,28 @@ pub trait Backend: Send + Sync + fmt::Debug {
 ///
 /// # Errors
 /// [`Error::Unavailable`] where it cannot be used, and why.
-pub fn open(choice: crate::config::BackendChoice) -> Result<std::sync::Arc<dyn Backend>, Error> {
+pub fn open(choice: crate::config::BackendChoice) -> Result<Arc<dyn Backend>, Error> {
     use crate::config::BackendChoice;
-    match choice {
-        BackendChoice::Sim => Ok(std::sync::Arc::new(sim::SimBackend::new(sim::SimOptions::default()))),
-        _ => Err(Error::Unavailable { backend: "host", why: "not built".into() }),
-    }
+    Ok(match choice {
+        BackendChoice::Sim => Arc::new(sim::SimBackend::new(sim::SimOptions::default())),
+        BackendChoice::Host => Arc::new(host::HostBackend::new(host::HostOptions::default())?),
+        BackendChoice::Cuda(device) => open_cuda(device)?,
+        BackendChoice::Auto => match open_cuda(0) {
+            Ok(backend) => backend,
+            Err(error) => {
+                tracing::debug!(%error, "no CUDA device; host memory instead");
+                Arc::new(host::HostBackend::new(host::HostOptions::default())?)
+            }
+        },
+    })
+}
+
+#[cfg(feature = "cuda")]
+fn open_cuda(device: u32) -> Result<Arc<dyn Backend>, Error> {
+    Ok(Arc::new(cuda::CudaBackend::open(device, &cuda::CudaOptions::default())?))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn open_cuda(_: u32) -> Result<Arc<dyn Backend>, Error> {
+    Err(Error::Unavailable { backend: "cuda", why: "xseg was built without the `cuda` feature".into() })
 }

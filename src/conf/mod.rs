@@ -1,0 +1,186 @@
+//! `XSEG_CONF`: text to [`Config`] and back.
+//!
+//! The form is `key:value,key:value`. One table, [`KEYS`], drives the parser, its errors, `xseg conf` and
+//! the README. Nothing is ever ignored: an unknown key, a value out of range and a contradiction are
+//! errors that name the key and say what is allowed. Blank entries are no error, so that
+//! `XSEG_CONF="$XSEG_CONF,limit:4G"` works with nothing set before.
+#![forbid(unsafe_code)]
+
+mod keys;
+mod values;
+
+pub use keys::{KEYS, Key, markdown_table};
+pub(crate) use values::{duration, duration_text, size, size_text};
+
+use crate::config::{Config, SizeOrShare};
+use crate::error::{Error, Result};
+use std::fmt;
+
+/// Name of the environment variable.
+pub const VARIABLE: &str = "XSEG_CONF";
+
+impl Config {
+    /// The defaults with `text` applied.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for an unknown or repeated key, a value out of range, or a contradiction.
+    pub fn parse(text: &str) -> Result<Self> {
+        let mut config = Self::default();
+        config.apply(text)?;
+        config.check()?;
+        Ok(config)
+    }
+
+    /// The defaults with the environment variable `XSEG_CONF` applied, where it is set.
+    ///
+    /// # Errors
+    /// As [`Config::parse`]; also for a value that is not UTF-8.
+    pub fn from_env() -> Result<Self> {
+        let mut config = Self::default();
+        config.apply_env()?;
+        config.check()?;
+        Ok(config)
+    }
+
+    /// Applies the environment variable as one layer; see [`Config::apply`].
+    ///
+    /// # Errors
+    /// As [`Config::apply`]; also for a value that is not UTF-8.
+    pub fn apply_env(&mut self) -> Result<()> {
+        match std::env::var(VARIABLE) {
+            Ok(text) => self.apply(&text),
+            Err(std::env::VarError::NotPresent) => Ok(()),
+            Err(std::env::VarError::NotUnicode(_)) => {
+                Err(Error::Config("the value is not UTF-8; write plain `key:value,key:value`".into()))
+            }
+        }
+    }
+
+    /// Applies one layer of settings over those present, all of them or, on an error, none. Layers are
+    /// applied from the weakest to the strongest; contradictions are looked for by [`Config::check`]
+    /// when all are in.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for an unknown key, one given twice in `text`, or a value out of range.
+    pub fn apply(&mut self, text: &str) -> Result<()> {
+        let mut next = self.clone();
+        let mut seen = [false; KEYS.len()];
+        for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
+            let Some((name, value)) = entry.split_once(':') else {
+                return Err(Error::Config(no_value(entry)));
+            };
+            let (name, value) = (name.trim(), value.trim());
+            let Some(at) = KEYS.iter().position(|key| key.name == name) else {
+                return Err(Error::Config(unknown(name)));
+            };
+            if std::mem::replace(&mut seen[at], true) {
+                return Err(Error::Config(format!("`{name}` is given twice; keep one of the two")));
+            }
+            KEYS[at].set(&mut next, value)?;
+        }
+        *self = next;
+        Ok(())
+    }
+
+    /// Looks for contradictions between settings.
+    ///
+    /// # Errors
+    /// [`Error::Config`] that names the two keys.
+    pub fn check(&self) -> Result<()> {
+        if let Some(SizeOrShare::Bytes(limit)) = self.limit {
+            for (name, bytes) in [("warmup", self.warmup), ("keep", self.keep)] {
+                if bytes > limit {
+                    return Err(Error::Config(format!(
+                        "`{name}:{}` is more than `limit:{}`; lower `{name}` or raise `limit`",
+                        size_text(bytes),
+                        size_text(limit)
+                    )));
+                }
+            }
+        }
+        if let Some(reserve) = self.reserve
+            && self.warmup > reserve
+        {
+            return Err(Error::Config(format!(
+                "`warmup:{}` is more than the addresses of `reserve:{}`; lower `warmup` or raise `reserve`",
+                size_text(self.warmup),
+                size_text(reserve)
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// The settings that differ from the defaults, in the order of the table; [`Config::parse`] reads it back.
+impl fmt::Display for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut first = true;
+        for key in &KEYS {
+            let value = key.show(self);
+            if value != key.default {
+                let comma = if first { "" } else { "," };
+                write!(f, "{comma}{}:{value}", key.name)?;
+                first = false;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn no_value(entry: &str) -> String {
+    let shown = quoted(entry);
+    match entry.split_once('=') {
+        Some((name, value)) if KEYS.iter().any(|key| key.name == name.trim()) => {
+            format!("{shown} has no colon; write `{}:{}`", name.trim(), clipped(value.trim()))
+        }
+        _ => match KEYS.iter().find(|key| key.name == entry) {
+            Some(key) => format!("`{entry}` has no value; allowed: {}", key.values),
+            None => format!("{shown} has no value; write `key:value`, with one of the keys {}", names()),
+        },
+    }
+}
+
+fn unknown(name: &str) -> String {
+    let shown = quoted(name);
+    let part_of = |key: &&Key| name.len() > 2 && key.name.contains(name);
+    let by_distance = || KEYS.iter().map(|key| (distance(key.name, name), key.name)).min().filter(|near| near.0 <= 2);
+    match KEYS.iter().find(part_of).map(|key| key.name).or_else(|| by_distance().map(|near| near.1)) {
+        Some(near) => format!("there is no key {shown}; did you mean `{near}`? The keys are {}", names()),
+        None => format!("there is no key {shown}; the keys are {}", names()),
+    }
+}
+
+fn names() -> String {
+    KEYS.map(|key| key.name).join(", ")
+}
+
+/// Somebody else's text, short and without control characters.
+fn quoted(text: &str) -> String {
+    format!("`{}`", clipped(text))
+}
+
+fn clipped(text: &str) -> String {
+    const MOST: usize = 60;
+    let clean = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
+    let mut short: String = text.chars().take(MOST).map(clean).collect();
+    if text.chars().nth(MOST).is_some() {
+        short.push('…');
+    }
+    short
+}
+
+/// Levenshtein distance in characters; long texts are far from everything.
+fn distance(key: &str, other: &str) -> usize {
+    let other: Vec<char> = other.chars().take(32).collect();
+    let mut row: Vec<usize> = (0..=other.len()).collect();
+    for (i, a) in key.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, &b) in other.iter().enumerate() {
+            let swap = diagonal + usize::from(a != b);
+            diagonal = row[j + 1];
+            row[j + 1] = swap.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[other.len()]
+}

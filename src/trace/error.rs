@@ -1,0 +1,82 @@
+//! Why a trace cannot be read.
+#![forbid(unsafe_code)]
+
+use std::path::PathBuf;
+
+const FORM: &str =
+    "lines are a,ID,BYTES,STREAM,TIME_US or f,ID,TIME_US or u,ID,STREAM,TIME_US, and comments start with #";
+
+/// Why a trace cannot be read, where, and what to do.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TraceError {
+    /// The file cannot be opened.
+    #[error("cannot open {}: {why}; check the path and its permissions", path.display())]
+    Open {
+        /// The path as given.
+        path: PathBuf,
+        /// The system's words.
+        why: String,
+    },
+    /// Reading or unfolding failed on the way.
+    #[error("the file cannot be read after line {line}: {why}; it is cut off or damaged, so copy or record it again")]
+    Read {
+        /// Whole lines read before (0 in a snapshot).
+        line: u64,
+        /// The system's or the decompressor's words.
+        why: String,
+    },
+    /// A line is not of the form.
+    #[error("line {line} (`{text}`): {why}; {FORM}")]
+    Line {
+        /// Its number, from 1.
+        line: u64,
+        /// Its beginning.
+        text: String,
+        /// What is wrong.
+        why: &'static str,
+    },
+    /// A block is allocated under a number that is live.
+    #[error("line {line}: block {id} is allocated again before its free; give each live block its own number")]
+    Duplicate {
+        /// The line's number, from 1.
+        line: u64,
+        /// The block's number in the file.
+        id: u64,
+    },
+    /// A free or use names no live block.
+    #[error(
+        "line {line}: block {id} is not live (never allocated, or freed already); remove the line or add the allocation"
+    )]
+    Unknown {
+        /// The line's number, from 1.
+        line: u64,
+        /// The block's number in the file.
+        id: u64,
+    },
+    /// The file goes beyond a limit that keeps memory bounded.
+    #[error("the file holds more than {most} {what}; record a shorter run or cut the file")]
+    TooLarge {
+        /// What there is too much of.
+        what: &'static str,
+        /// The limit.
+        most: u64,
+    },
+    /// A snapshot pickle is damaged or not of the kind that PyTorch writes.
+    #[error("the pickle is not readable at byte {offset}: {why}; write it with torch.cuda.memory._dump_snapshot(path)")]
+    Pickle {
+        /// Offset in the (unfolded) pickle.
+        offset: usize,
+        /// What is wrong.
+        why: &'static str,
+    },
+    /// A pickle that is no snapshot with history.
+    #[error(
+        "the pickle is no PyTorch memory snapshot with history: {0}; call torch.cuda.memory._record_memory_history() \
+         before the run and torch.cuda.memory._dump_snapshot(path) after it"
+    )]
+    NotASnapshot(String),
+    /// No event is in the file.
+    #[error("the file holds no allocation; give a trace ({FORM}) or a PyTorch snapshot pickle")]
+    Empty,
+}

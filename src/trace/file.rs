@@ -1,0 +1,112 @@
+//! From a path or bytes to text or pickle: mapping, decompression, limits.
+#![allow(unsafe_code, reason = "mapping a file is unsafe in memmap2; it is done in one place")]
+
+use super::{PICKLE_MAX, TEXT_MAX, Trace, TraceError, snapshot, text};
+use liblzma::stream::{CONCATENATED, Stream};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::Path;
+
+const XZ: &[u8] = b"\xfd7zXZ\0";
+const ZSTD: &[u8] = b"\x28\xb5\x2f\xfd";
+/// First byte of a pickle of protocol 2 and later; earlier ones are not written by PyTorch.
+const PICKLE: u8 = 0x80;
+/// Memory that a decompressor may take: the dictionaries of `xz -9` and `zstd --ultra -22` fit.
+const XZ_MEMORY: u64 = 256 << 20;
+const ZSTD_WINDOW_LOG: u32 = 27;
+
+pub(super) fn load(path: &Path) -> Result<Trace, TraceError> {
+    let failed = |error: io::Error| TraceError::Open { path: path.into(), why: error.to_string() };
+    let file = File::open(path).map_err(failed)?;
+    let meta = file.metadata().map_err(failed)?;
+    if meta.is_file() && meta.len() > 0 {
+        // SAFETY: the mapping is private to this function, read-only, and made of a file open for
+        // reading. If another program writes to the file meanwhile, bytes change between reads; the
+        // readers take each byte as it comes and trust none of them.
+        let map = unsafe { memmap2::Mmap::map(&file) }.map_err(failed)?;
+        return read_bytes(&map);
+    }
+    if meta.is_dir() {
+        return Err(failed(io::Error::other("it is a folder")));
+    }
+    // A pipe cannot be mapped, so it is collected; longer ones than a snapshot may be are refused.
+    let mut bytes = Vec::new();
+    file.take(PICKLE_MAX + 1).read_to_end(&mut bytes).map_err(failed)?;
+    if bytes.len() as u64 > PICKLE_MAX {
+        return Err(too_large(PICKLE_MAX));
+    }
+    read_bytes(&bytes)
+}
+
+pub(super) fn read_bytes(bytes: &[u8]) -> Result<Trace, TraceError> {
+    if bytes.starts_with(XZ) {
+        let stream = Stream::new_stream_decoder(XZ_MEMORY, CONCATENATED).map_err(|error| damaged(0, error))?;
+        unfold(liblzma::bufread::XzDecoder::new_stream(bytes, stream))
+    } else if bytes.starts_with(ZSTD) {
+        let mut decoder = zstd::Decoder::with_buffer(bytes).map_err(|error| damaged(0, error))?;
+        decoder.window_log_max(ZSTD_WINDOW_LOG).map_err(|error| damaged(0, error))?;
+        unfold(decoder)
+    } else if bytes.first() == Some(&PICKLE) {
+        if bytes.len() as u64 > PICKLE_MAX {
+            return Err(too_large(PICKLE_MAX));
+        }
+        snapshot::read(bytes)
+    } else {
+        text::read(bytes)
+    }
+}
+
+fn unfold(decoder: impl Read) -> Result<Trace, TraceError> {
+    let mut reader = BufReader::with_capacity(1 << 18, Bounded { inner: decoder, left: TEXT_MAX });
+    let first = reader.fill_buf().map_err(|error| damaged(0, error))?.first().copied();
+    if first != Some(PICKLE) {
+        return text::read(reader);
+    }
+    let mut bytes = Vec::new();
+    reader.take(PICKLE_MAX + 1).read_to_end(&mut bytes).map_err(|error| damaged(0, error))?;
+    if bytes.len() as u64 > PICKLE_MAX {
+        return Err(too_large(PICKLE_MAX));
+    }
+    snapshot::read(&bytes)
+}
+
+/// What failed while reading after `line` whole lines.
+pub(super) fn damaged(line: u64, error: impl Into<io::Error>) -> TraceError {
+    let error = error.into();
+    match error.kind() {
+        io::ErrorKind::FileTooLarge => too_large(TEXT_MAX),
+        _ => TraceError::Read { line, why: error.to_string() },
+    }
+}
+
+fn too_large(most: u64) -> TraceError {
+    TraceError::TooLarge { what: "bytes once unfolded", most }
+}
+
+/// A reader that fails once more than a number of bytes came out: a small file can unfold to anything.
+struct Bounded<R> {
+    inner: R,
+    left: u64,
+}
+
+impl<R: Read> Read for Bounded<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.inner.read(buffer)?;
+        self.left = self.left.checked_sub(read as u64).ok_or_else(|| io::Error::from(io::ErrorKind::FileTooLarge))?;
+        Ok(read)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reader_ends_at_its_bound() {
+        let mut reader = Bounded { inner: io::repeat(b'a'), left: 10_000 };
+        let mut sink = Vec::new();
+        assert_eq!(reader.read_to_end(&mut sink).unwrap_err().kind(), io::ErrorKind::FileTooLarge);
+        assert!(sink.len() <= 10_000);
+        assert_eq!(damaged(7, io::Error::from(io::ErrorKind::FileTooLarge)), too_large(TEXT_MAX));
+    }
+}

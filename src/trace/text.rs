@@ -1,0 +1,168 @@
+//! The text form of a trace.
+#![forbid(unsafe_code)]
+
+use super::file::damaged;
+use super::{BLOCK_MAX, Builder, TIME_MAX_US, Trace, TraceError};
+use std::collections::HashMap;
+use std::io::{BufRead, Read};
+
+/// Longest line in bytes: comments carry JSON, events are short.
+const LINE_MAX: u64 = 1 << 20;
+
+pub(super) fn read(mut reader: impl BufRead) -> Result<Trace, TraceError> {
+    let mut builder = Builder::default();
+    let mut live = Live::default();
+    let mut line = Vec::with_capacity(256);
+    let mut comments = 0;
+    for number in 1.. {
+        line.clear();
+        let read = reader.by_ref().take(LINE_MAX).read_until(b'\n', &mut line);
+        if read.map_err(|error| damaged(number - 1, error))? == 0 {
+            break;
+        }
+        if read_is_cut(&line) {
+            return Err(wrong(number, &line, "the line is longer than 1 MiB"));
+        }
+        let text = line.trim_ascii_end();
+        match text.first() {
+            None => {}
+            Some(b'#') => {
+                comments += 1;
+                if comments == 2 {
+                    builder.trace.meta_json = meta(&text[1..]);
+                }
+            }
+            Some(_) => event(&mut builder, &mut live, number, text)?,
+        }
+    }
+    builder.finish()
+}
+
+fn read_is_cut(line: &[u8]) -> bool {
+    line.len() as u64 == LINE_MAX && line.last() != Some(&b'\n')
+}
+
+/// The JSON of the second comment; a comment that is something else says nothing about the run.
+fn meta(text: &[u8]) -> String {
+    let json = std::str::from_utf8(text.trim_ascii()).unwrap_or("");
+    if serde_json::from_str::<serde::de::IgnoredAny>(json).is_ok() { json.to_owned() } else { String::new() }
+}
+
+fn event(builder: &mut Builder, live: &mut Live, number: u64, line: &[u8]) -> Result<(), TraceError> {
+    let bad = |why| wrong(number, line, why);
+    let (kind, rest) = line.split_first_chunk::<2>().ok_or_else(|| bad("it is no event"))?;
+    let mut fields = Fields(rest);
+    let mut next = |why| fields.next().ok_or_else(|| bad(why));
+    match kind {
+        b"a," => {
+            let (id, bytes) = (next("ID is no number")?, next("BYTES is no number up to 2^64")?);
+            let (stream, time) = (next("STREAM is no number")?, next("TIME_US is no number")?);
+            fields.end().ok_or_else(|| bad("something follows TIME_US"))?;
+            if bytes > BLOCK_MAX {
+                return Err(bad("BYTES is more than 256 TiB"));
+            }
+            if live.get(id).is_some() {
+                return Err(TraceError::Duplicate { line: number, id });
+            }
+            let block =
+                builder.alloc(bytes, stream, time_checked(time).ok_or_else(|| bad("TIME_US is out of range"))?)?;
+            live.insert(id, block);
+        }
+        b"f," => {
+            let (id, time) = (next("ID is no number")?, next("TIME_US is no number")?);
+            fields.end().ok_or_else(|| bad("something follows TIME_US"))?;
+            let time = time_checked(time).ok_or_else(|| bad("TIME_US is out of range"))?;
+            let block = live.remove(id).ok_or(TraceError::Unknown { line: number, id })?;
+            builder.free(block, time)?;
+        }
+        b"u," => {
+            let (id, stream) = (next("ID is no number")?, next("STREAM is no number")?);
+            let time = next("TIME_US is no number")?;
+            fields.end().ok_or_else(|| bad("something follows TIME_US"))?;
+            let time = time_checked(time).ok_or_else(|| bad("TIME_US is out of range"))?;
+            let block = live.get(id).ok_or(TraceError::Unknown { line: number, id })?;
+            builder.used(block, stream, time)?;
+        }
+        _ => return Err(bad("it is no event")),
+    }
+    Ok(())
+}
+
+fn time_checked(time: u64) -> Option<u64> {
+    (time <= TIME_MAX_US).then_some(time)
+}
+
+fn wrong(line: u64, text: &[u8], why: &'static str) -> TraceError {
+    let start = &text[..text.len().min(60)];
+    let text = String::from_utf8_lossy(start.trim_ascii()).replace(char::is_control, "\u{fffd}");
+    TraceError::Line { line, text, why }
+}
+
+/// Decimal fields between commas.
+struct Fields<'a>(&'a [u8]);
+
+impl Fields<'_> {
+    fn next(&mut self) -> Option<u64> {
+        let mut value = 0u64;
+        let mut digits = 0;
+        while let Some(&byte) = self.0.get(digits) {
+            let digit = byte.wrapping_sub(b'0');
+            if digit > 9 {
+                break;
+            }
+            value = value.checked_mul(10)?.checked_add(u64::from(digit))?;
+            digits += 1;
+        }
+        let rest = &self.0[digits..];
+        self.0 = match rest.first() {
+            None => rest,
+            Some(b',') if rest.len() > 1 => &rest[1..],
+            Some(_) => return None,
+        };
+        (digits > 0).then_some(value)
+    }
+
+    fn end(&self) -> Option<()> {
+        self.0.is_empty().then_some(())
+    }
+}
+
+/// Live blocks by the file's number: an array where numbers count up, as recorders write them, and a
+/// map for any others, so that memory follows the number of blocks and not what the numbers are.
+#[derive(Default)]
+struct Live {
+    /// Block index + 1 by number; 0 where none is live.
+    dense: Vec<u32>,
+    sparse: HashMap<u64, u32>,
+    births: u64,
+}
+
+impl Live {
+    fn get(&self, id: u64) -> Option<u32> {
+        match usize::try_from(id).ok().and_then(|at| self.dense.get(at)) {
+            Some(&block) if block > 0 => Some(block - 1),
+            _ => self.sparse.get(&id).copied(),
+        }
+    }
+
+    /// `id` is not live.
+    fn insert(&mut self, id: u64, block: u32) {
+        self.births += 1;
+        if id > 2 * self.births + 1024 {
+            self.sparse.insert(id, block);
+            return;
+        }
+        let at = id as usize;
+        if at >= self.dense.len() {
+            self.dense.resize(at + 1, 0);
+        }
+        self.dense[at] = block + 1;
+    }
+
+    fn remove(&mut self, id: u64) -> Option<u32> {
+        match usize::try_from(id).ok().and_then(|at| self.dense.get_mut(at)) {
+            Some(block) if *block > 0 => Some(std::mem::take(block) - 1),
+            _ => self.sparse.remove(&id),
+        }
+    }
+}
