@@ -1,5 +1,7 @@
 //! Memory of the host backend: mappings really move, rules are enforced, the VMA budget holds.
 
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
 use std::collections::HashSet;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
