@@ -1,9 +1,12 @@
 //! Memory of the host backend: mappings really move, rules are enforced, the VMA budget holds.
 
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
 use std::collections::HashSet;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use xseg::backend::host::{HostBackend, HostOptions};
 use xseg::backend::{Backend, PhysicalAllocation, StreamId};
 use xseg::error::{DriverCall, DriverError};
@@ -361,6 +364,47 @@ fn reservations_are_apart_and_aligned() {
     for base in bases {
         assert!(map(&backend, base + 1024 * GIB - G, handle, 2 * G).is_err());
         assert!(map(&backend, base - 2 * G, handle, 2 * G).is_err());
+    }
+}
+
+#[test]
+fn live_neighbours_do_not_notice_moves() {
+    for backend in both_ways().map(Arc::new) {
+        let base = backend.reserve(16 * G).unwrap();
+        let [left, live, right] = [(); 3].map(|()| backend.create(G).unwrap());
+        // Ascending offsets side by side: one VMA, which each move splits and joins again.
+        for (place, handle) in (4..).zip([left, live, right]) {
+            map(&backend, base + place * G, handle, G).unwrap();
+            backend.write(base + place * G, &[place as u8]).unwrap();
+        }
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let work = move || {
+            let words = std::ptr::with_exposed_provenance_mut::<u64>((base + 5 * G) as usize);
+            for round in 1u64.. {
+                for page in 0..512 {
+                    // SAFETY: in the live mapping, which stays, and only this thread uses it.
+                    let word = unsafe { words.add(page * 512) };
+                    // SAFETY: as above.
+                    unsafe { word.write_volatile(round) };
+                    // SAFETY: as above.
+                    assert_eq!(unsafe { word.read_volatile() }, round);
+                }
+                if stopped.load(SeqCst) {
+                    break;
+                }
+            }
+        };
+        backend.launch(StreamId(0), work).unwrap();
+        for _ in 0..500 {
+            for (handle, home, away) in [(left, 4, 12), (right, 6, 10)] {
+                relocate(&backend, base + home * G, base + away * G, handle, G).unwrap();
+                relocate(&backend, base + away * G, base + home * G, handle, G).unwrap();
+            }
+        }
+        stop.store(true, SeqCst);
+        backend.quiesce().unwrap();
+        assert_eq!((bytes_at(&backend, base + 4 * G, 1), bytes_at(&backend, base + 6 * G, 1)), (vec![4], vec![6]));
     }
 }
 
