@@ -101,7 +101,11 @@ mod tests {
             let value = seed & (1 << 20) != 0;
             set.set(start..end, value);
             for index in start..end {
-                if value { plain.insert(index) } else { plain.remove(&index) };
+                if value {
+                    plain.insert(index)
+                } else {
+                    plain.remove(&index)
+                };
             }
         }
         assert!(set.iter().eq(plain.iter().copied()));

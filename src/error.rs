@@ -56,17 +56,26 @@ pub struct DriverError {
     pub reason: String,
     /// The device has no memory left for this call; the heap then frees some and tries again.
     pub out_of_memory: bool,
+    /// `(used, budget)` where the number of memory mappings of the process stood in the way; the heap
+    /// turns it into [`Error::MappingLimit`].
+    pub mapping_limit: Option<(u64, u64)>,
 }
 
 impl DriverError {
     /// A failure other than lack of memory.
     pub fn new(call: DriverCall, reason: impl Into<String>) -> Self {
-        Self { call, reason: reason.into(), out_of_memory: false }
+        Self { call, reason: reason.into(), out_of_memory: false, mapping_limit: None }
     }
 
     /// A failure for lack of device memory.
     pub fn out_of_memory(call: DriverCall, reason: impl Into<String>) -> Self {
-        Self { call, reason: reason.into(), out_of_memory: true }
+        Self { call, reason: reason.into(), out_of_memory: true, mapping_limit: None }
+    }
+
+    /// A failure because the process may not have more memory mappings: `used` of `budget` are in use.
+    pub fn mapping_limit(call: DriverCall, used: u64, budget: u64) -> Self {
+        let reason = format!("{used} of {budget} memory mappings are in use (vm.max_map_count)");
+        Self { call, reason, out_of_memory: false, mapping_limit: Some((used, budget)) }
     }
 }
 

@@ -3,12 +3,20 @@ pub mod backend;
 mod bits;
 pub mod conf;
 pub mod config;
-mod driver;
+mod epoch;
 pub mod error;
+mod heap;
+mod lookup;
+mod physical;
+mod plan;
+mod segment;
 #[cfg(feature = "cli")]
 pub mod replay;
 #[cfg(feature = "cli")]
 pub mod trace;
 pub mod units;
 
+pub use backend::StreamId;
+pub use config::Config;
 pub use error::{Error, Result};
+pub use heap::{Allocation, Heap, HeapBuilder, OutOfMemoryCallback, Stats, TrimReport};

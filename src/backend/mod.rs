@@ -5,11 +5,17 @@
 //! operations may come from any thread. Three backends exist: [`sim`] (no memory, checks every
 //! rule of the driver), [`host`] (memfd pages really remapped) and `cuda`.
 
+pub use driver::DriverCalls;
+
 use crate::error::{DriverError, Error};
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 pub mod cost;
+pub(crate) mod driver;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod fault;
 pub mod host;
 #[cfg(feature = "cli")]
@@ -215,4 +221,34 @@ pub trait Backend: Send + Sync + fmt::Debug {
 
     /// Time since some fixed moment, for policies with durations. Not called on the hot path.
     fn now(&self) -> Duration;
+}
+
+/// Opens a backend by policy.
+///
+/// # Errors
+/// [`Error::Unavailable`] where it cannot be used, and why.
+pub fn open(choice: crate::config::BackendChoice) -> Result<Arc<dyn Backend>, Error> {
+    use crate::config::BackendChoice;
+    Ok(match choice {
+        BackendChoice::Sim => Arc::new(sim::SimBackend::new(sim::SimOptions::default())),
+        BackendChoice::Host => Arc::new(host::HostBackend::new(host::HostOptions::default())?),
+        BackendChoice::Cuda(device) => open_cuda(device)?,
+        BackendChoice::Auto => match open_cuda(0) {
+            Ok(backend) => backend,
+            Err(error) => {
+                tracing::debug!(%error, "no CUDA device; host memory instead");
+                Arc::new(host::HostBackend::new(host::HostOptions::default())?)
+            }
+        },
+    })
+}
+
+#[cfg(feature = "cuda")]
+fn open_cuda(device: u32) -> Result<Arc<dyn Backend>, Error> {
+    Ok(Arc::new(cuda::CudaBackend::open(device, &cuda::CudaOptions::default())?))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn open_cuda(_: u32) -> Result<Arc<dyn Backend>, Error> {
+    Err(Error::Unavailable { backend: "cuda", why: "xseg was built without the `cuda` feature".into() })
 }

@@ -136,9 +136,7 @@ impl Timeline {
 fn completion(state: &State, scope: EventScope) -> u64 {
     match scope {
         EventScope::Stream(stream) => state.ready_at(stream.0),
-        EventScope::Context => {
-            state.busy_until.values().copied().max().unwrap_or(0).max(state.now + state.lag)
-        }
+        EventScope::Context => state.busy_until.values().copied().max().unwrap_or(0).max(state.now + state.lag),
     }
 }
 

@@ -1,0 +1,76 @@
+//! Entering the driver: the device's context is current and the thread's capture mode relaxed while
+//! an [`Entered`] lives; both are as found afterwards.
+
+use super::sys::{Api, CaptureMode};
+use crate::error::DriverError;
+use std::marker::PhantomData;
+
+/// The primary context of one device, retained while this lives.
+#[derive(Debug)]
+pub(super) struct Primary {
+    api: &'static Api,
+    device: i32,
+    context: u64,
+}
+
+impl Primary {
+    pub(super) fn retain(api: &'static Api, device: i32) -> Result<Self, DriverError> {
+        Ok(Self { api, device, context: api.retain_primary(device)? })
+    }
+
+    pub(super) fn api(&self) -> &'static Api {
+        self.api
+    }
+
+    pub(super) fn device(&self) -> i32 {
+        self.device
+    }
+
+    pub(super) fn context(&self) -> u64 {
+        self.context
+    }
+
+    /// Makes the context current (if it is not) and, if asked, the capture mode relaxed.
+    pub(super) fn enter(&self, relaxed: bool) -> Result<Entered, DriverError> {
+        let pushed = self.api.current()? != self.context;
+        if pushed {
+            // SAFETY: the context is retained while `self` lives.
+            unsafe { self.api.push(self.context) }?;
+        }
+        // From here on dropping the guard undoes what was done.
+        let mut entered = Entered { api: self.api, pushed, mode: None, not_send: PhantomData };
+        if relaxed {
+            entered.mode = Some(self.api.exchange_capture_mode(CaptureMode::RELAXED)?);
+        }
+        Ok(entered)
+    }
+}
+
+impl Drop for Primary {
+    fn drop(&mut self) {
+        // SAFETY: retained by `retain`; every event made in it is destroyed (the pool goes first).
+        // At process end the driver may be gone already: nothing is left to release then.
+        let _ = unsafe { self.api.release_primary(self.device) };
+    }
+}
+
+/// See the module's text. Tied to its thread.
+#[derive(Debug)]
+#[must_use = "the context is current only while this lives"]
+pub(super) struct Entered {
+    api: &'static Api,
+    pushed: bool,
+    mode: Option<CaptureMode>,
+    not_send: PhantomData<*const ()>,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        if let Some(mode) = self.mode {
+            let _ = self.api.exchange_capture_mode(mode);
+        }
+        if self.pushed {
+            let _ = self.api.pop();
+        }
+    }
+}

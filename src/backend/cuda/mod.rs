@@ -1,0 +1,408 @@
+//! A real GPU through the CUDA driver API.
+//!
+//! The driver is loaded at run time; without one, opening fails with [`Error::Unavailable`]. The
+//! device's *primary* context is used, the one of the CUDA runtime, PyTorch and `cudarc`, and each
+//! call leaves the caller's current context and capture mode as found. Streams are the caller's
+//! `CUstream` handles as numbers: 0 the default stream, 1 the legacy one, 2 the calling thread's.
+//!
+//! Graph capture: calls are made in relaxed capture mode, which keeps a capture valid, with one
+//! exception. The driver refuses a context-wide event while *any* stream of the context captures,
+//! **and invalidates that capture**: see [`CudaBackend::record`](Backend::record).
+
+use super::{Backend, BackendKind, Capabilities, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId};
+use crate::error::{DriverCall, DriverError, Error};
+use crate::units::GRANULE;
+use enter::Primary;
+use events::EventPool;
+use probe::unavailable;
+use std::cell::Cell;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+use sys::{Access, Api, Attribute, MemoryKind, STREAM_LEGACY, STREAM_PER_THREAD};
+
+mod enter;
+mod events;
+mod probe;
+mod sys;
+
+/// What stream 0 means, by how the client was compiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum NullStream {
+    /// The legacy default stream, one for all threads.
+    #[default]
+    Legacy,
+    /// Each thread's own default stream (`--default-stream per-thread`).
+    PerThread,
+}
+
+/// How a device is opened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CudaOptions {
+    /// Ordinals of the devices that get access to this one's memory, besides itself. One that cannot
+    /// reach it is dropped with a note.
+    pub peers: Vec<u32>,
+    /// Create memory that can be exported as a file descriptor (costs nothing until it is).
+    pub exportable: bool,
+    /// Create memory that network cards may access (GPUDirect RDMA).
+    pub rdma: bool,
+    /// What stream 0 means.
+    pub null_stream: NullStream,
+}
+
+impl Default for CudaOptions {
+    fn default() -> Self {
+        Self { peers: Vec::new(), exportable: true, rdma: true, null_stream: NullStream::Legacy }
+    }
+}
+
+/// A device as `xseg info` shows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceInfo {
+    /// Index, as [`CudaBackend::open`] takes it.
+    pub index: u32,
+    /// Name.
+    pub name: String,
+    /// Compute capability, major and minor.
+    pub compute: (i32, i32),
+    /// Has virtual memory management, without which this backend cannot use it.
+    pub virtual_memory: bool,
+}
+
+/// The driver and its devices.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DriverInfo {
+    /// CUDA version that the driver supports, major and minor.
+    pub version: (i32, i32),
+    /// The devices, in order of index.
+    pub devices: Vec<DeviceInfo>,
+}
+
+/// Loads the driver and asks it for its devices. Creates no context. Any thread.
+///
+/// # Errors
+/// [`Error::Unavailable`] without a driver or when it finds no device; [`Error::Driver`] when it
+/// refuses to answer.
+pub fn driver_info() -> Result<DriverInfo, Error> {
+    let api = initialised()?;
+    let version = api.version()?;
+    let mut devices = Vec::new();
+    for ordinal in 0..api.device_count()? {
+        let device = api.device(ordinal)?;
+        devices.push(DeviceInfo {
+            index: ordinal.cast_unsigned(),
+            name: api.device_name(device)?,
+            compute: (api.attribute(Attribute::ComputeMajor, device)?, api.attribute(Attribute::ComputeMinor, device)?),
+            virtual_memory: api.attribute(Attribute::VirtualMemory, device)? != 0,
+        });
+    }
+    Ok(DriverInfo { version: (version / 1000, version % 1000 / 10), devices })
+}
+
+fn initialised() -> Result<&'static Api, Error> {
+    let elsewhere = "or use another backend (`backend:host` in XSEG_CONF, `--backend host`)";
+    let api = Api::load().map_err(|why| unavailable(format!("{why}, {elsewhere}")))?;
+    api.init().map_err(|error| {
+        unavailable(format!("{}; check `nvidia-smi` and CUDA_VISIBLE_DEVICES, {elsewhere}", error.reason))
+    })?;
+    Ok(api)
+}
+
+/// One GPU. See the module's text.
+#[derive(Debug)]
+pub struct CudaBackend {
+    primary: Primary,
+    events: EventPool,
+    capabilities: Capabilities,
+    memory: MemoryKind,
+    access: Access,
+    peers: Vec<u32>,
+    null_stream: NullStream,
+    opened: Instant,
+}
+
+impl CudaBackend {
+    /// Opens a device by index (as `CUDA_VISIBLE_DEVICES` leaves them) and probes it: a few trial
+    /// calls, undone again. Not while a graph is being captured, for the probe records a
+    /// context-wide event.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] where there is no driver, no such device, or no virtual memory
+    /// management; [`Error::Driver`] when the driver refuses something that the heap needs.
+    pub fn open(index: u32, options: &CudaOptions) -> Result<Self, Error> {
+        let api = initialised()?;
+        let count = api.device_count()?;
+        let ordinal = i32::try_from(index).ok().filter(|ordinal| *ordinal < count).ok_or_else(|| {
+            unavailable(format!("device {index} does not exist, the driver shows {count}; check CUDA_VISIBLE_DEVICES"))
+        })?;
+        let primary = Primary::retain(api, api.device(ordinal)?)?;
+        let entered = primary.enter(true)?;
+        let probed = probe::probe(&primary, ordinal, options)?;
+        drop(entered);
+        Ok(Self {
+            primary,
+            events: EventPool::default(),
+            capabilities: probed.capabilities,
+            memory: probed.memory,
+            access: probed.access,
+            peers: probed.peers,
+            null_stream: options.null_stream,
+            opened: Instant::now(),
+        })
+    }
+
+    /// Ordinals of the peers that have access to the memory.
+    #[must_use]
+    pub fn peers(&self) -> &[u32] {
+        &self.peers
+    }
+
+    /// Can memory be exported as a file descriptor?
+    #[must_use]
+    pub fn exportable(&self) -> bool {
+        self.memory.posix_fd
+    }
+
+    /// May network cards access the memory?
+    #[must_use]
+    pub fn rdma(&self) -> bool {
+        self.memory.rdma
+    }
+
+    /// Exports a handle as a new file descriptor, for another process to import. The memory lives
+    /// until both sides have let go of it. Any thread.
+    ///
+    /// # Errors
+    /// When the device's memory cannot be exported, or the process has no descriptor left.
+    ///
+    /// # Safety
+    /// `handle` came from this backend's `create` and is not released.
+    pub unsafe fn export_fd(&self, handle: PhysicalAllocation) -> Result<OwnedFd, DriverError> {
+        if !self.memory.posix_fd {
+            let why = "memory was created without POSIX-fd export (see the notes of `xseg info`)";
+            return Err(DriverError::new(DriverCall::Other, why));
+        }
+        let _entered = self.primary.enter(true)?;
+        // SAFETY: the caller's.
+        unsafe { self.primary.api().export_fd(handle.0) }
+    }
+
+    /// Blocks until all work queued so far on `stream` is done. For tests and measurements; the heap
+    /// never calls it. Any thread.
+    ///
+    /// # Errors
+    /// When the driver refuses, or reports a failure of earlier work.
+    ///
+    /// # Safety
+    /// `stream` exists and belongs to this device's primary context.
+    pub unsafe fn synchronize(&self, stream: StreamId) -> Result<(), DriverError> {
+        let _entered = self.primary.enter(true)?;
+        // SAFETY: the caller's.
+        unsafe { self.primary.api().synchronize_stream(self.resolve(stream)) }
+    }
+
+    fn api(&self) -> &'static Api {
+        self.primary.api()
+    }
+
+    /// The stream as the driver knows it.
+    fn resolve(&self, stream: StreamId) -> u64 {
+        match (stream.0, self.null_stream) {
+            (0, NullStream::PerThread) => STREAM_PER_THREAD,
+            (stream, _) => stream,
+        }
+    }
+
+    /// Fails for a stream that captures: recording or waiting there would become part of the graph.
+    fn refuse_capturing(&self, stream: u64) -> Result<(), DriverError> {
+        // SAFETY: streams of the `Backend` trait exist.
+        if unsafe { self.api().is_capturing(stream) }? {
+            return Err(DriverError::new(DriverCall::Event, "the stream is capturing a graph"));
+        }
+        Ok(())
+    }
+}
+
+/// Identities that the driver does not give have this bit set; its own count up from small numbers,
+/// and addresses of user space stay below it too.
+const OWN_KEY: u64 = 1 << 63;
+
+/// A number for the calling thread that no other thread ever has (0 is no thread's).
+fn thread_number() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    thread_local!(static NUMBER: Cell<u64> = const { Cell::new(0) });
+    NUMBER.with(|number| {
+        if number.get() == 0 {
+            number.set(NEXT.fetch_add(1, Relaxed));
+        }
+        number.get()
+    })
+}
+
+impl Backend for CudaBackend {
+    fn kind(&self) -> BackendKind {
+        BackendKind::Cuda
+    }
+
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn memory(&self) -> Result<MemoryInfo, DriverError> {
+        let _entered = self.primary.enter(true)?;
+        let (free, total) = self.api().memory_info()?;
+        Ok(MemoryInfo { free, total })
+    }
+
+    fn reserve(&self, bytes: u64) -> Result<u64, DriverError> {
+        let _entered = self.primary.enter(true)?;
+        self.api().reserve(bytes, GRANULE)
+    }
+
+    unsafe fn unreserve(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
+        let _entered = self.primary.enter(true)?;
+        // SAFETY: the caller's.
+        unsafe { self.api().unreserve(address, bytes) }
+    }
+
+    fn create(&self, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
+        let _entered = self.primary.enter(true)?;
+        self.api().create(bytes, self.memory).map(PhysicalAllocation)
+    }
+
+    unsafe fn map(&self, address: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+        let _entered = self.primary.enter(true)?;
+        // SAFETY: the caller's.
+        unsafe { self.api().map(address, handle.0, bytes) }
+    }
+
+    unsafe fn set_access(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
+        let _entered = self.primary.enter(true)?;
+        // SAFETY: the caller's.
+        unsafe { self.api().set_access(address, bytes, &self.access) }
+    }
+
+    unsafe fn unmap(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
+        let _entered = self.primary.enter(true)?;
+        // SAFETY: the caller's.
+        unsafe { self.api().unmap(address, bytes) }
+    }
+
+    unsafe fn release(&self, handle: PhysicalAllocation, _bytes: u64) -> Result<(), DriverError> {
+        let _entered = self.primary.enter(true)?;
+        // SAFETY: the caller's.
+        unsafe { self.api().release(handle.0) }
+    }
+
+    /// The default stream and each thread's own have identities of this backend; others have the
+    /// driver's, or where it has none their handle. Calls the driver at most once and changes no
+    /// context.
+    fn stream_key(&self, stream: StreamId) -> Result<u64, Error> {
+        match self.resolve(stream) {
+            0 | STREAM_LEGACY => Ok(OWN_KEY),
+            STREAM_PER_THREAD => Ok(OWN_KEY | thread_number()),
+            // SAFETY: the trait's streams exist; the driver answers for one of another context too.
+            other => match unsafe { self.api().stream_id(other) } {
+                None => Ok(other),
+                Some(Ok(id)) => Ok(id),
+                Some(Err(error)) => Err(Error::DeadStream { stream: other, why: error.reason }),
+            },
+        }
+    }
+
+    /// A stream that captures a graph is refused. [`EventScope::Context`] must not be asked for while
+    /// any stream of the context captures: the driver refuses it and invalidates the capture.
+    fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
+        let _entered = self.primary.enter(true)?;
+        let stream = match scope {
+            EventScope::Context => None,
+            EventScope::Stream(stream) => Some(self.resolve(stream)),
+        };
+        if let Some(stream) = stream {
+            self.refuse_capturing(stream)?;
+        }
+        let event = self.events.take(self.api())?;
+        let recorded = match stream {
+            // SAFETY: an event of this context that nobody else holds.
+            None => unsafe { self.api().record_context(event, self.primary.context()) },
+            // SAFETY: as above; the trait's streams exist.
+            Some(stream) => unsafe { self.api().record(event, stream) },
+        };
+        match recorded {
+            Ok(()) => Ok(Event(event)),
+            Err(error) => {
+                self.events.give_back(event);
+                Err(error)
+            }
+        }
+    }
+
+    fn is_done(&self, event: &Event) -> Result<bool, DriverError> {
+        let _entered = self.primary.enter(true)?;
+        // SAFETY: events exist until the backend is dropped.
+        unsafe { self.api().query(event.0) }
+    }
+
+    /// Polls, so that the limit holds: the driver's own wait has none.
+    fn wait(&self, event: &Event, limit: Duration) -> Result<bool, DriverError> {
+        let _entered = self.primary.enter(true)?;
+        let start = Instant::now();
+        let mut pause = Duration::from_micros(5);
+        loop {
+            // SAFETY: events exist until the backend is dropped.
+            if unsafe { self.api().query(event.0) }? {
+                return Ok(true);
+            }
+            let waited = start.elapsed();
+            let Some(left) = limit.checked_sub(waited).filter(|left| !left.is_zero()) else {
+                return Ok(false);
+            };
+            if waited < Duration::from_micros(50) {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(pause.min(left));
+                pause = (pause * 2).min(Duration::from_micros(500));
+            }
+        }
+    }
+
+    /// A stream that captures a graph is refused.
+    fn stream_wait(&self, stream: StreamId, event: &Event) -> Result<(), DriverError> {
+        let _entered = self.primary.enter(true)?;
+        let stream = self.resolve(stream);
+        self.refuse_capturing(stream)?;
+        // SAFETY: the event exists until the backend is dropped; the trait's streams exist.
+        unsafe { self.api().stream_wait(stream, event.0) }
+    }
+
+    fn recycle(&self, event: Event) {
+        self.events.give_back(event.0);
+    }
+
+    fn quiesce(&self) -> Result<(), DriverError> {
+        let _entered = self.primary.enter(true)?;
+        self.api().synchronize()
+    }
+
+    /// A stream about which the driver gives no answer counts as not capturing.
+    fn is_capturing(&self, stream: StreamId) -> bool {
+        let Ok(_entered) = self.primary.enter(true) else { return false };
+        // SAFETY: the trait's streams exist.
+        unsafe { self.api().is_capturing(self.resolve(stream)) }.unwrap_or(false)
+    }
+
+    fn now(&self) -> Duration {
+        self.opened.elapsed()
+    }
+}
+
+impl Drop for CudaBackend {
+    fn drop(&mut self) {
+        // Without a context the driver is shutting down, and the events go with it.
+        if let Ok(_entered) = self.primary.enter(true) {
+            self.events.clear(self.primary.api());
+        }
+    }
+}

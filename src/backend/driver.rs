@@ -1,0 +1,250 @@
+//! The backend with every call counted, priced and checked: the one door to the driver.
+//!
+//! Counts are per handle, whatever way the backend takes, so that `sim` and `host` agree. The door keeps
+//! a list of reservations, handles and mappings of its own and refuses what would break the driver's
+//! rules, so that the safe code above cannot: a mistake there is a typed error, not another's memory
+//! (invariant I10). What it cannot see is queued work: callers unmap only what has passed (I5).
+#![allow(unsafe_code, reason = "turns the backend's contracts into checks")]
+
+use super::{Backend, BackendKind, PhysicalAllocation, cost};
+use crate::error::{DriverCall, DriverError};
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Driver calls of a heap or baseline, by kind, in handles touched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "cli", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct DriverCalls {
+    /// Handles created.
+    pub create: u64,
+    /// Handles mapped.
+    pub map: u64,
+    /// Mappings made accessible.
+    pub set_access: u64,
+    /// Mappings unmapped.
+    pub unmap: u64,
+    /// Handles released.
+    pub release: u64,
+    /// Address ranges reserved.
+    pub reserve: u64,
+}
+
+impl DriverCalls {
+    /// All calls together.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.create + self.map + self.set_access + self.unmap + self.release + self.reserve
+    }
+}
+
+/// See the module's text. Shared; memory calls are made by one thread at a time.
+#[derive(Debug)]
+pub(crate) struct Driver {
+    backend: Arc<dyn Backend>,
+    create: AtomicU64,
+    map: AtomicU64,
+    set_access: AtomicU64,
+    unmap: AtomicU64,
+    release: AtomicU64,
+    reserve: AtomicU64,
+    /// Time in calls: modelled, or measured where the backend is a real device.
+    nanos: AtomicU64,
+    measured: bool,
+    known: Mutex<Known>,
+}
+
+/// What exists, by the door's own count.
+#[derive(Debug, Default)]
+struct Known {
+    /// Address → bytes.
+    reservations: BTreeMap<u64, u64>,
+    /// Handle → bytes.
+    handles: BTreeMap<u64, u64>,
+    /// Address → bytes and handle.
+    mappings: BTreeMap<u64, (u64, u64)>,
+}
+
+fn refused(call: DriverCall, why: &str) -> DriverError {
+    DriverError::new(call, format!("refused before the driver saw it: {why}; this is a defect of xseg"))
+}
+
+impl Known {
+    fn may_map(&self, at: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+        let end = at.checked_add(bytes).ok_or_else(|| refused(DriverCall::Map, "the range overflows"))?;
+        if self.handles.get(&handle.0) != Some(&bytes) {
+            return Err(refused(DriverCall::Map, "the handle does not exist in this size"));
+        }
+        let inside = self.reservations.range(..=at).next_back().is_some_and(|(start, len)| end <= start + len);
+        if !inside {
+            return Err(refused(DriverCall::Map, "the range is not in one reservation"));
+        }
+        let free = self.mappings.range(..end).next_back().is_none_or(|(start, (len, _))| start + len <= at);
+        if free { Ok(()) } else { Err(refused(DriverCall::Map, "something is mapped there")) }
+    }
+
+    fn may_unmap(&self, at: u64, bytes: u64) -> Result<(), DriverError> {
+        match self.mappings.get(&at) {
+            Some((len, _)) if *len == bytes => Ok(()),
+            _ => Err(refused(DriverCall::Unmap, "the range is not exactly one mapping")),
+        }
+    }
+}
+
+impl Driver {
+    pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
+        let measured = backend.kind() == BackendKind::Cuda;
+        let zero = AtomicU64::default;
+        Self {
+            backend,
+            create: zero(),
+            map: zero(),
+            set_access: zero(),
+            unmap: zero(),
+            release: zero(),
+            reserve: zero(),
+            nanos: zero(),
+            measured,
+            known: Mutex::default(),
+        }
+    }
+
+    pub(crate) fn backend(&self) -> &dyn Backend {
+        &*self.backend
+    }
+
+    pub(crate) fn calls(&self) -> DriverCalls {
+        DriverCalls {
+            create: self.create.load(Relaxed),
+            map: self.map.load(Relaxed),
+            set_access: self.set_access.load(Relaxed),
+            unmap: self.unmap.load(Relaxed),
+            release: self.release.load(Relaxed),
+            reserve: self.reserve.load(Relaxed),
+        }
+    }
+
+    /// Nanoseconds spent in driver calls so far.
+    pub(crate) fn nanos(&self) -> u64 {
+        self.nanos.load(Relaxed)
+    }
+
+    /// Runs `operation`, then counts and prices the calls it stands for.
+    fn count<T>(
+        &self,
+        calls: &[DriverCall],
+        bytes: u64,
+        operation: impl FnOnce() -> Result<T, DriverError>,
+    ) -> Result<T, DriverError> {
+        let start = self.measured.then(std::time::Instant::now);
+        let done = operation()?;
+        let mut nanos = 0;
+        for &call in calls {
+            nanos += cost::nanos(call, bytes);
+            let counter = match call {
+                DriverCall::Create => &self.create,
+                DriverCall::Map => &self.map,
+                DriverCall::SetAccess => &self.set_access,
+                DriverCall::Unmap => &self.unmap,
+                DriverCall::Release => &self.release,
+                DriverCall::Reserve => &self.reserve,
+                _ => continue,
+            };
+            counter.fetch_add(1, Relaxed);
+        }
+        if let Some(start) = start {
+            nanos = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        }
+        self.nanos.fetch_add(nanos, Relaxed);
+        Ok(done)
+    }
+
+    /// Reserves addresses.
+    pub(crate) fn reserve(&self, bytes: u64) -> Result<u64, DriverError> {
+        let address = self.count(&[DriverCall::Reserve], bytes, || self.backend.reserve(bytes))?;
+        self.known.lock().reservations.insert(address, bytes);
+        Ok(address)
+    }
+
+    /// Gives a whole reservation back, in which nothing is mapped.
+    pub(crate) fn unreserve(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
+        let mut known = self.known.lock();
+        let empty = known.mappings.range(address..address.saturating_add(bytes)).next().is_none();
+        if known.reservations.get(&address) != Some(&bytes) || !empty {
+            return Err(refused(DriverCall::Unreserve, "it is no whole, empty reservation"));
+        }
+        // SAFETY: I10: a whole reservation of `reserve` with nothing mapped in it.
+        unsafe { self.backend.unreserve(address, bytes) }?;
+        known.reservations.remove(&address);
+        Ok(())
+    }
+
+    /// Creates a handle.
+    pub(crate) fn create(&self, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
+        let handle = self.count(&[DriverCall::Create], bytes, || self.backend.create(bytes))?;
+        self.known.lock().handles.insert(handle.0, bytes);
+        Ok(handle)
+    }
+
+    /// Maps a handle and makes it accessible; on failure nothing is mapped.
+    pub(crate) fn map(&self, at: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+        let mut known = self.known.lock();
+        known.may_map(at, handle, bytes)?;
+        // SAFETY: I10: the range is in one reservation and nothing is mapped in it.
+        self.count(&[DriverCall::Map], bytes, || unsafe { self.backend.map(at, handle, bytes) })?;
+        // SAFETY: the range is exactly the mapping made above.
+        let access = self.count(&[DriverCall::SetAccess], bytes, || unsafe { self.backend.set_access(at, bytes) });
+        // SAFETY: exactly that mapping, and nobody has used it yet.
+        if access.is_err()
+            && self.count(&[DriverCall::Unmap], bytes, || unsafe { self.backend.unmap(at, bytes) }).is_ok()
+        {
+            return access;
+        }
+        // After a second failure the mapping stays, and is known to.
+        known.mappings.insert(at, (bytes, handle.0));
+        access
+    }
+
+    /// Unmaps one mapping that no queued or running work uses.
+    pub(crate) fn unmap(&self, at: u64, bytes: u64) -> Result<(), DriverError> {
+        let mut known = self.known.lock();
+        known.may_unmap(at, bytes)?;
+        // SAFETY: I10: exactly one mapping; I5: the caller has proof that its use has passed.
+        self.count(&[DriverCall::Unmap], bytes, || unsafe { self.backend.unmap(at, bytes) })?;
+        known.mappings.remove(&at);
+        Ok(())
+    }
+
+    /// Moves a mapping that no queued or running work uses.
+    pub(crate) fn relocate(
+        &self,
+        from: u64,
+        to: u64,
+        handle: PhysicalAllocation,
+        bytes: u64,
+    ) -> Result<(), DriverError> {
+        const CALLS: [DriverCall; 3] = [DriverCall::Map, DriverCall::SetAccess, DriverCall::Unmap];
+        let mut known = self.known.lock();
+        known.may_map(to, handle, bytes)?;
+        known.may_unmap(from, bytes)?;
+        // SAFETY: I10: `to` is free addresses of one reservation, `from` exactly one mapping; I5 for its use.
+        self.count(&CALLS, bytes, || unsafe { self.backend.relocate(from, to, handle, bytes) })?;
+        known.mappings.remove(&from);
+        known.mappings.insert(to, (bytes, handle.0));
+        Ok(())
+    }
+
+    /// Releases a handle that has no mapping.
+    pub(crate) fn release(&self, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+        let mut known = self.known.lock();
+        if known.handles.get(&handle.0) != Some(&bytes) {
+            return Err(refused(DriverCall::Release, "the handle does not exist in this size"));
+        }
+        // SAFETY: I10: it came from `create` with this size, and its name is dropped below.
+        self.count(&[DriverCall::Release], bytes, || unsafe { self.backend.release(handle, bytes) })?;
+        known.handles.remove(&handle.0);
+        Ok(())
+    }
+}

@@ -1,0 +1,307 @@
+//! The shared state of a heap, its hot path, and the locks.
+//!
+//! Lock order: driver lock (`slow`) before a segment's lock; never two segments' locks at once; the
+//! list of pending frees and the epochs' queue are innermost. Nothing is held while waiting.
+#![forbid(unsafe_code)]
+
+use super::space::Space;
+use super::stats::Counters;
+use super::streams::{SEGMENTS, Stream, Streams};
+use crate::backend::driver::Driver;
+use crate::backend::{Event, EventScope, StreamId};
+use crate::config::{Config, CrossStream, RESERVE_MAX};
+use crate::epoch::Epochs;
+use crate::error::{Error, PointerFault, Result};
+use crate::physical::{HandleId, Physical};
+use crate::segment::nodes::{Kind, NodeId};
+use crate::segment::{Claim, Segment, Stamp};
+use crate::units::{GRANULE, MIB, UNIT};
+use parking_lot::{Mutex, MutexGuard};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
+
+/// The large segment.
+pub(crate) const LARGE: u16 = 0;
+/// Bytes freed after which an epoch is closed.
+const CLOSE_AFTER: u64 = 64 * MIB;
+
+/// A freed block that waits for the streams it was declared used on.
+#[derive(Debug)]
+pub(crate) struct Pending {
+    pub(crate) segment: u16,
+    pub(crate) node: NodeId,
+    pub(crate) stamp: Stamp,
+    /// What must complete; where an event was refused, the epoch of the stamp must pass instead.
+    pub(crate) events: Vec<Event>,
+    pub(crate) refused: bool,
+}
+
+/// What the driver lock guards.
+#[derive(Debug, Default)]
+pub(crate) struct Slow {
+    pub(crate) physical: Physical,
+    /// Pinned ranges of granules, as often as they were pinned.
+    pub(crate) pins: Vec<std::ops::Range<u32>>,
+    /// Bytes that may exist; `u64::MAX`: no bound.
+    pub(crate) limit: u64,
+    /// For `shrink:idle`: handles seen idle, with the age of their memory and when it was first seen
+    /// (nanoseconds of the backend's clock).
+    pub(crate) idle_since: HashMap<HandleId, (u32, u64)>,
+}
+
+/// See the module's text.
+pub(crate) struct Inner {
+    pub(crate) driver: Driver,
+    pub(crate) config: Config,
+    pub(crate) space: Space,
+    pub(crate) streams: Streams,
+    pub(crate) epochs: Epochs,
+    segments: Box<[OnceLock<Mutex<Segment>>]>,
+    pub(crate) slow: Mutex<Slow>,
+    pub(crate) pending: Mutex<Vec<Pending>>,
+    /// Streams that a live block was declared used on, by its first unit.
+    uses: Mutex<HashMap<u32, Vec<StreamId>>>,
+    pub(crate) counters: Counters,
+    pub(crate) quiesce: bool,
+    pub(crate) callbacks: Mutex<Vec<Arc<dyn Fn(u64) -> bool + Send + Sync>>>,
+    pub(crate) shut: AtomicBool,
+    /// The limit, readable without the driver lock.
+    pub(crate) limit: AtomicU64,
+}
+
+/// A block as the heap hands it out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Block {
+    pub(crate) address: u64,
+    /// Length in bytes, rounded to units.
+    pub(crate) bytes: u64,
+}
+
+/// A request, worked out.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wanted {
+    pub(crate) bytes: u64,
+    /// Units.
+    pub(crate) len: u32,
+    /// Units, a power of two.
+    pub(crate) align: u32,
+    pub(crate) segment: u16,
+    pub(crate) stream: Stream,
+}
+
+impl Inner {
+    pub(crate) fn new(driver: Driver, config: Config, limit: u64, quiesce: bool) -> Self {
+        let slow = Slow { limit, ..Slow::default() };
+        Self {
+            driver,
+            config,
+            space: Space::default(),
+            streams: Streams::default(),
+            epochs: Epochs::default(),
+            segments: (0..SEGMENTS).map(|_| OnceLock::new()).collect(),
+            slow: Mutex::new(slow),
+            pending: Mutex::default(),
+            uses: Mutex::default(),
+            counters: Counters::default(),
+            quiesce,
+            callbacks: Mutex::default(),
+            shut: AtomicBool::new(false),
+            limit: AtomicU64::new(limit),
+        }
+    }
+
+    /// Locks a segment, which comes into being at first use.
+    pub(crate) fn segment(&self, index: u16) -> MutexGuard<'_, Segment> {
+        self.segments[index as usize].get_or_init(Mutex::default).lock()
+    }
+
+    /// Locks a segment unless another thread holds it.
+    pub(crate) fn try_segment(&self, index: u16) -> Option<MutexGuard<'_, Segment>> {
+        self.segments[index as usize].get()?.try_lock()
+    }
+
+    /// Bytes of addresses that a reservation asks for.
+    pub(crate) fn reserve_bytes(&self) -> u64 {
+        let total = self.driver.backend().memory().map_or(u64::MAX, |memory| memory.total);
+        self.config.reserve.unwrap_or(if total > RESERVE_MAX / 4 { RESERVE_MAX / 2 } else { total * 4 })
+    }
+
+    /// Segments that exist.
+    pub(crate) fn segment_indices(&self) -> impl Iterator<Item = u16> + '_ {
+        (0..SEGMENTS).filter(|index| self.segments[*index as usize].get().is_some())
+    }
+
+    /// What a stream may take, as far as is known now.
+    pub(crate) fn claim(&self, stream: Stream) -> Claim {
+        let horizon = match self.config.cross_stream {
+            CrossStream::Off => 0,
+            CrossStream::Passed | CrossStream::Wait => self.epochs.passed().max(stream.waited),
+        };
+        Claim { owner: stream.slot, horizon }
+    }
+
+    /// Checks a request. `align` in bytes.
+    pub(crate) fn wanted(&self, bytes: u64, align: u64, stream: StreamId) -> Result<Wanted> {
+        if !align.is_power_of_two() || align > GRANULE {
+            return Err(Error::InvalidArgument(format!(
+                "alignment {align}: it must be a power of two of at most 2 MiB"
+            )));
+        }
+        if self.shut.load(Relaxed) {
+            return Err(Error::ShutDown);
+        }
+        let key = self.driver.backend().stream_key(stream)?;
+        let stream = self.streams.get(key, stream)?;
+        let align = (align / UNIT).max(1) as u32;
+        let Some(len) = bytes.max(1).checked_add(UNIT - 1).and_then(|b| u32::try_from(b / UNIT).ok()) else {
+            return Err(Error::AddressSpace { requested: bytes, reserved: self.space.bytes() });
+        };
+        let segment = if bytes <= self.config.small_limit { stream.small } else { LARGE };
+        Ok(Wanted { bytes, len, align, segment, stream })
+    }
+
+    /// Allocates. The hot path: one lock, one bin look-up, one table entry.
+    pub(crate) fn alloc(&self, bytes: u64, align: u64, stream: StreamId) -> Result<Block> {
+        let wanted = self.wanted(bytes, align, stream)?;
+        let mut segment = self.segment(wanted.segment);
+        if let Some(block) = self.take_fitting(&mut segment, &wanted) {
+            return Ok(block);
+        }
+        drop(segment);
+        self.alloc_slow(&wanted)
+    }
+
+    /// Serves a request from mapped free memory, if there is any at one place.
+    pub(crate) fn take_fitting(&self, segment: &mut Segment, wanted: &Wanted) -> Option<Block> {
+        let claim = self.claim(wanted.stream);
+        let found = segment
+            .find_own(wanted.len, wanted.align, claim)
+            .or_else(|| segment.find_passed(wanted.len, wanted.align, claim))?;
+        let live = segment.take(found, wanted.len, wanted.align, wanted.stream.slot);
+        Some(self.hand_out(segment, live, wanted))
+    }
+
+    /// Enters a live node as a block of the client.
+    pub(crate) fn hand_out(&self, segment: &mut Segment, live: NodeId, wanted: &Wanted) -> Block {
+        let bytes = u64::from(wanted.len) * UNIT;
+        let node = &mut segment.nodes[live];
+        node.slack = (bytes - wanted.bytes) as u32;
+        node.owner = wanted.stream.slot;
+        let start = node.start;
+        self.space.set_node(start, live);
+        self.counters.allocated(bytes, wanted.bytes);
+        Block { address: self.space.address(start), bytes }
+    }
+
+    /// Frees by address. Never waits; one lock.
+    pub(crate) fn free(&self, address: u64) -> Result<()> {
+        self.free_at(address, self.epochs.open())
+    }
+
+    /// Frees a block that no work was ever queued on.
+    pub(crate) fn free_as_new(&self, address: u64) -> Result<()> {
+        self.free_at(address, 0)
+    }
+
+    fn free_at(&self, address: u64, epoch: u32) -> Result<()> {
+        let fault = |why| Error::InvalidPointer { address, why };
+        let place = self.space.locate(address).ok_or(fault(PointerFault::Foreign))?;
+        let mut segment = self.segment(place.segment);
+        let id = place.node();
+        if id == 0 {
+            return Err(fault(pointer_fault(&segment, place.unit)));
+        }
+        self.space.set_node(place.unit, 0);
+        let node = &segment.nodes[id];
+        let bytes = u64::from(node.len) * UNIT;
+        self.counters.freed(bytes, bytes - u64::from(node.slack));
+        let stamp = Stamp { owner: node.owner, epoch };
+        if node.has_uses {
+            segment.suspend(id);
+            drop(segment);
+            self.suspend(place.segment, id, place.unit, stamp);
+            return Ok(());
+        }
+        segment.free(id, stamp, self.epochs.passed());
+        if segment.freed_units * UNIT >= CLOSE_AFTER {
+            segment.freed_units = 0;
+            drop(segment);
+            self.close_epoch();
+        }
+        Ok(())
+    }
+
+    /// Records what a freed block with declared uses waits for.
+    fn suspend(&self, segment: u16, node: NodeId, unit: u32, stamp: Stamp) {
+        let streams = self.uses.lock().remove(&unit).unwrap_or_default();
+        let backend = self.driver.backend();
+        let mut events = Vec::with_capacity(streams.len());
+        let mut refused = false;
+        for stream in streams {
+            match backend.record(EventScope::Stream(stream)) {
+                Ok(event) => events.push(event),
+                Err(error) => {
+                    tracing::debug!(%error, ?stream, "no event for a declared use; its epoch must pass instead");
+                    refused = true;
+                }
+            }
+        }
+        self.pending.lock().push(Pending { segment, node, stamp, events, refused });
+    }
+
+    /// Declares that work queued on `stream` up to the free uses the block.
+    pub(crate) fn record_use(&self, address: u64, stream: StreamId) -> Result<()> {
+        let key = self.driver.backend().stream_key(stream)?;
+        let user = self.streams.get(key, stream)?;
+        let fault = |why| Error::InvalidPointer { address, why };
+        let place = self.space.locate(address).ok_or(fault(PointerFault::Foreign))?;
+        let mut segment = self.segment(place.segment);
+        let id = place.node();
+        if id == 0 {
+            return Err(fault(pointer_fault(&segment, place.unit)));
+        }
+        let node = &mut segment.nodes[id];
+        if node.owner == user.slot {
+            return Ok(());
+        }
+        node.has_uses = true;
+        let mut uses = self.uses.lock();
+        let streams = uses.entry(place.unit).or_default();
+        if !streams.contains(&stream) {
+            streams.push(stream);
+        }
+        Ok(())
+    }
+
+    /// Closes the open epoch. Takes no lock of a segment or of the driver.
+    pub(crate) fn close_epoch(&self) {
+        if self.shut.load(Relaxed) {
+            return;
+        }
+        self.epochs.close(self.driver.backend(), || self.streams.all().iter().map(|stream| stream.id).collect());
+    }
+
+    /// Requested and rounded size of a live block, and its stream.
+    pub(crate) fn block_info(&self, address: u64) -> Result<(u64, u64)> {
+        let fault = |why| Error::InvalidPointer { address, why };
+        let place = self.space.locate(address).ok_or(fault(PointerFault::Foreign))?;
+        let segment = self.segment(place.segment);
+        let id = place.node();
+        if id == 0 {
+            return Err(fault(pointer_fault(&segment, place.unit)));
+        }
+        let node = &segment.nodes[id];
+        let bytes = u64::from(node.len) * UNIT;
+        Ok((bytes - u64::from(node.slack), bytes))
+    }
+}
+
+/// Why a unit is no live block's start. A walk: only errors pay for it.
+fn pointer_fault(segment: &Segment, unit: u32) -> PointerFault {
+    let covering = segment.iter().find(|id| (segment.nodes[*id].start..segment.nodes[*id].end()).contains(&unit));
+    match covering.map(|id| segment.nodes[id].kind) {
+        Some(Kind::Live) => PointerFault::Interior,
+        _ => PointerFault::Freed,
+    }
+}

@@ -1,0 +1,383 @@
+//! The ladder for a request that no fitting free block serves (rule 7 of the brief): another stream's
+//! block in place → grow → move idle handles → re-chunk → GPU-side wait → out-of-memory callbacks →
+//! host wait → error.
+#![forbid(unsafe_code)]
+
+use super::execute::Outcome;
+use super::inner::{Block, Inner, LARGE, Slow, Wanted};
+use crate::config::{CrossStream, Defrag, Growth, Shrink};
+use crate::error::{DriverError, Error, OutOfMemory, Result};
+use crate::plan::place::{self, Request};
+use crate::plan::source::{self, Terms};
+use crate::plan::{Placement, Supply, Victim};
+use crate::segment::Segment;
+use crate::segment::nodes::Kind;
+use crate::units::{GIB, GRANULE, UNIT, UNITS_PER_GRANULE};
+use parking_lot::MutexGuard;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+/// Plans that other threads made stale before the request gives up planning.
+const REPLANS: u32 = 64;
+/// One slice of a host wait; between slices everything is looked at anew.
+const SLICE: Duration = Duration::from_micros(200);
+/// Share of live memory that `defrag:eager` lets lie idle.
+const EAGER_SLACK: f64 = 0.004;
+
+/// What a rung of the ladder found.
+enum Rung {
+    Served(Block),
+    Nothing(Option<DriverError>),
+}
+
+impl Inner {
+    /// Serves a request that has no fitting free block, or says why not.
+    pub(crate) fn alloc_slow(&self, wanted: &Wanted) -> Result<Block> {
+        self.counters.slow_allocs.fetch_add(1, Relaxed);
+        let started = Instant::now();
+        let clock = self.driver.backend().now();
+        let mut waited = false;
+        let mut gpu_waited = false;
+        let mut called_back = false;
+        loop {
+            let refusal = {
+                let mut slow = self.slow.lock();
+                self.housekeep(&mut slow);
+                match self.obtain(&mut slow, wanted)? {
+                    Rung::Served(block) => return Ok(block),
+                    Rung::Nothing(refusal) => refusal,
+                }
+            };
+            if self.config.cross_stream == CrossStream::Wait && !gpu_waited {
+                gpu_waited = true;
+                if self.gpu_wait(wanted) {
+                    continue;
+                }
+            }
+            if !called_back {
+                called_back = true;
+                if self.out_of_memory_callbacks(wanted.bytes) {
+                    continue;
+                }
+            }
+            let elapsed = (self.driver.backend().now().saturating_sub(clock)).max(started.elapsed());
+            if elapsed < self.config.wait_limit && self.wait_for_progress(SLICE.max(elapsed / 8)) {
+                if !waited {
+                    waited = true;
+                    self.counters.host_waits.fetch_add(1, Relaxed);
+                }
+                continue;
+            }
+            self.counters.ooms.fetch_add(1, Relaxed);
+            let error = self.out_of_memory(wanted, refusal);
+            if self.config.shrink == Shrink::Oom {
+                self.trim_to(&mut self.slow.lock(), self.config.keep);
+            }
+            return Err(error);
+        }
+    }
+
+    /// Looks after what the hot path left: closed epochs, pending frees, zombies.
+    pub(crate) fn housekeep(&self, slow: &mut Slow) {
+        let backend = self.driver.backend();
+        // An event now costs 0.2 us, and makes what was freed so far provable as early as can be.
+        self.close_epoch();
+        self.epochs.poll(backend);
+        self.settle_pending();
+        self.reap(slow);
+    }
+
+    /// Frees blocks whose declared uses have completed.
+    pub(crate) fn settle_pending(&self) {
+        let backend = self.driver.backend();
+        let passed = self.epochs.passed();
+        let mut ready = Vec::new();
+        {
+            let mut pending = self.pending.lock();
+            let mut index = 0;
+            while index < pending.len() {
+                let one = &pending[index];
+                let done = one.events.iter().all(|event| backend.is_done(event).unwrap_or(false))
+                    && (!one.refused || one.stamp.epoch <= passed);
+                if done {
+                    ready.push(pending.remove(index));
+                } else {
+                    index += 1;
+                }
+            }
+        }
+        for one in ready {
+            self.segment(one.segment).free(one.node, one.stamp, passed);
+            one.events.into_iter().for_each(|event| backend.recycle(event));
+        }
+    }
+
+    /// Rungs one to four, with the driver lock held.
+    fn obtain(&self, slow: &mut Slow, wanted: &Wanted) -> Result<Rung> {
+        let mut refusal: Option<DriverError> = None;
+        // Memory that the driver refuses to create is not asked for again for this request.
+        let mut cap = slow.limit;
+        for _ in 0..REPLANS {
+            let mut segment = self.segment(wanted.segment);
+            if let Some(block) = self.take_fitting(&mut segment, wanted) {
+                return Ok(Rung::Served(block));
+            }
+            let Some((segment, placement, supply)) = self.plan(slow, segment, wanted, cap)? else {
+                return Ok(Rung::Nothing(refusal));
+            };
+            match self.execute(slow, segment, wanted, &placement, &supply) {
+                Outcome::Done(block) => return Ok(Rung::Served(block)),
+                Outcome::Stale => {}
+                Outcome::Failed(error) if error.out_of_memory => {
+                    cap = slow.physical.reserved();
+                    refusal = Some(error);
+                }
+                Outcome::Failed(error) => return Err(error.into()),
+            }
+        }
+        Ok(Rung::Nothing(refusal))
+    }
+
+    /// Finds addresses and memory. `Ok(None)`: there is not enough memory that may be used now.
+    fn plan<'a>(
+        &'a self,
+        slow: &mut Slow,
+        mut segment: MutexGuard<'a, Segment>,
+        wanted: &Wanted,
+        cap: u64,
+    ) -> Result<Option<(MutexGuard<'a, Segment>, Placement, Supply)>> {
+        let claim = self.claim(wanted.stream);
+        let request = Request { len: wanted.len, align: wanted.align, claim };
+        let reserved = slow.physical.reserved();
+        let handle_max = (self.config.handle_max / GRANULE) as u32;
+        let hard = (cap.saturating_sub(reserved)) / GRANULE;
+        let sized = handle_size(hard, handle_max);
+        let price = |missing: &[std::ops::Range<u32>]| Some(source::price(missing, sized));
+        let mut placement = place::best(&segment, request, price);
+        if placement.is_none() {
+            drop(segment);
+            self.add_addresses(wanted)?;
+            segment = self.segment(wanted.segment);
+            placement = place::best(&segment, request, price);
+        }
+        let Some(placement) = placement else {
+            return Err(Error::AddressSpace { requested: wanted.bytes, reserved: self.space.bytes() });
+        };
+        let soft = self.soft_budget(reserved, wanted.bytes).min(hard);
+        let step = self.growth_step(reserved, handle_max, wanted.segment);
+        let moves = self.config.defrag != Defrag::Off;
+        let keep = placement.claim.start / UNITS_PER_GRANULE..placement.claim.end.div_ceil(UNITS_PER_GRANULE);
+        let mut found: Option<Vec<Victim>> = None;
+        // (budget, moves, re-chunking), in the order in which they are tried.
+        let mut rungs = vec![(soft, false, false)];
+        rungs.extend(moves.then_some((soft, true, false)));
+        if soft < hard {
+            rungs.extend((self.config.defrag == Defrag::Eager).then_some((soft, moves, true)));
+            rungs.push((hard, false, false));
+            rungs.extend(moves.then_some((hard, true, false)));
+        }
+        rungs.push((hard, moves, true));
+        for (budget, moves, rechunk) in rungs {
+            let victims = if moves || rechunk {
+                found.get_or_insert_with(|| self.victims(slow, &segment, wanted, keep.clone())).clone()
+            } else {
+                Vec::new()
+            };
+            let terms = Terms { budget, handle_max: handle_size(budget, handle_max), moves, rechunk, step };
+            let passed = self.epochs.passed();
+            if let Some(supply) = source::supply(&placement, slow.physical.cached(), victims, terms, passed) {
+                return Ok(Some((segment, placement, supply)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Granules that growth may create before pages move instead.
+    fn soft_budget(&self, reserved: u64, asked: u64) -> u64 {
+        let slack = match self.config.defrag {
+            Defrag::Eager => Some(self.config.slack.unwrap_or(EAGER_SLACK)),
+            Defrag::OnPressure => self.config.slack,
+            Defrag::Off => None,
+        };
+        let Some(slack) = slack else { return u64::MAX };
+        let allowed = (self.counters.live().saturating_add(asked)) as f64 * (1.0 + slack);
+        (allowed as u64).saturating_sub(reserved) / GRANULE
+    }
+
+    /// Granules to which the last handle of a growth step may be rounded up.
+    fn growth_step(&self, reserved: u64, handle_max: u32, segment: u16) -> u32 {
+        if segment != LARGE {
+            return 1;
+        }
+        let granules = match self.config.growth {
+            Growth::Exact => 1,
+            Growth::Step(bytes) => bytes / GRANULE,
+            Growth::Geometric(factor) => (reserved as f64 * (factor - 1.0)) as u64 / GRANULE,
+        };
+        u32::try_from(granules).unwrap_or(u32::MAX).clamp(1, handle_max)
+    }
+
+    /// Idle handles of all segments that the request may move.
+    fn victims(&self, slow: &Slow, own: &Segment, wanted: &Wanted, keep: std::ops::Range<u32>) -> Vec<Victim> {
+        let claim = self.claim(wanted.stream);
+        let mut found = source::victims(wanted.segment, own, &slow.physical, claim, keep);
+        for index in self.segment_indices().filter(|index| *index != wanted.segment) {
+            // Never two segments' locks at once by waiting: a busy segment is left out.
+            if let Some(other) = self.try_segment(index) {
+                found.extend(source::victims(index, &other, &slow.physical, claim, 0..0));
+            }
+        }
+        found
+    }
+
+    /// Gives the request's segment more addresses.
+    fn add_addresses(&self, wanted: &Wanted) -> Result<()> {
+        let bytes = u64::from(wanted.len) * UNIT + GRANULE;
+        let take = || {
+            if wanted.segment == LARGE {
+                self.space.take_low(LARGE, bytes)
+            } else {
+                self.space.take_high(wanted.segment)
+            }
+        };
+        let span = match take() {
+            Some(span) => span,
+            None => {
+                let size = self.reserve_bytes();
+                let least =
+                    bytes.checked_mul(2).ok_or(Error::AddressSpace { requested: wanted.bytes, reserved: size })?;
+                self.space.reserve(&self.driver, size, least)?;
+                take().ok_or(Error::AddressSpace { requested: wanted.bytes, reserved: self.space.bytes() })?
+            }
+        };
+        self.segment(wanted.segment).add_span(span.0, span.1);
+        Ok(())
+    }
+
+    /// Asks the client's functions to free memory; no lock is held.
+    fn out_of_memory_callbacks(&self, bytes: u64) -> bool {
+        let callbacks = self.callbacks.lock().clone();
+        // All are asked: each may hold a part of what is missing.
+        callbacks.iter().fold(false, |freed, callback| callback(bytes) || freed)
+    }
+
+    /// Creates and maps memory at start, as free memory of the large segment.
+    pub(crate) fn warm_up(&self, bytes: u64) -> Result<()> {
+        let stream = self.streams.get(0, crate::backend::StreamId(0))?;
+        let mut left = bytes.next_multiple_of(GRANULE);
+        let mut blocks = Vec::new();
+        while left > 0 {
+            // Blocks side by side merge into one free range when they are freed.
+            let part = left.min(GIB);
+            let len = (part / UNIT) as u32;
+            let wanted = Wanted { bytes: part, len, align: UNITS_PER_GRANULE, segment: LARGE, stream };
+            match self.alloc_slow(&wanted) {
+                Ok(block) => blocks.push(block),
+                Err(error) => {
+                    blocks.iter().try_for_each(|block: &Block| self.free(block.address))?;
+                    return Err(error);
+                }
+            }
+            left -= part;
+        }
+        for block in blocks {
+            self.free_as_new(block.address)?;
+        }
+        self.reset_peaks();
+        Ok(())
+    }
+
+    /// Makes the asking stream wait on the device for everything freed so far.
+    fn gpu_wait(&self, wanted: &Wanted) -> bool {
+        let backend = self.driver.backend();
+        let stream = wanted.stream;
+        if backend.is_capturing(stream.id) {
+            return false;
+        }
+        self.close_epoch();
+        let Some((epoch, events)) = self.epochs.newest() else { return false };
+        let waits = events.iter().all(|event| backend.stream_wait(stream.id, event).is_ok());
+        crate::epoch::recycle(backend, events);
+        if waits {
+            self.streams.set_waited(stream.slot, epoch);
+            self.counters.gpu_waits.fetch_add(1, Relaxed);
+        }
+        waits
+    }
+
+    /// Waits on the host for the oldest thing that may free memory. False: there is nothing to wait for.
+    fn wait_for_progress(&self, slice: Duration) -> bool {
+        let backend = self.driver.backend();
+        if self.epochs.oldest().is_none_or(|(_, events)| {
+            crate::epoch::recycle(backend, events);
+            false
+        }) && self.has_unpassed()
+        {
+            self.close_epoch();
+        }
+        if let Some((_, events)) = self.epochs.oldest() {
+            for event in events.iter() {
+                // A refusal shows again when the event is polled.
+                let _ = backend.wait(event, slice);
+            }
+            crate::epoch::recycle(backend, events);
+            return true;
+        }
+        let first = self.pending.lock().pop();
+        let Some(first) = first else { return false };
+        for event in &first.events {
+            let _ = backend.wait(event, slice);
+        }
+        self.pending.lock().push(first);
+        true
+    }
+
+    /// Is any free memory, pending block or zombie not proven passed?
+    fn has_unpassed(&self) -> bool {
+        let passed = self.epochs.passed();
+        let slow = self.slow.lock();
+        !slow.physical.zombies.is_empty()
+            || !self.pending.lock().is_empty()
+            || self.segment_indices().any(|index| {
+                let segment = self.segment(index);
+                segment.iter().any(|id| segment.nodes[id].kind == Kind::Free && segment.nodes[id].epoch > passed)
+            })
+    }
+
+    /// The error, with what stands in the way.
+    fn out_of_memory(&self, wanted: &Wanted, driver: Option<DriverError>) -> Error {
+        let stats = self.stats();
+        let claim = self.claim(wanted.stream);
+        let mut waiting = stats.pending;
+        for index in self.segment_indices() {
+            let segment = self.segment(index);
+            let nodes = segment.iter().map(|id| &segment.nodes[id]);
+            waiting += nodes
+                .filter(|n| n.kind == Kind::Free && !claim.may_take(n))
+                .map(|n| u64::from(n.len) * UNIT)
+                .sum::<u64>();
+        }
+        let limit = if driver.is_some() { stats.reserved } else { stats.limit };
+        Error::OutOfMemory(Box::new(OutOfMemory {
+            requested: wanted.bytes,
+            stream: wanted.stream.id.0,
+            limit,
+            reserved: stats.reserved,
+            allocated: stats.allocated,
+            free: stats.free,
+            largest_free: stats.largest_free,
+            waiting,
+            partly_live: stats.partly_live_granules,
+            pinned: stats.pinned,
+            zombie: stats.zombie,
+            driver,
+        }))
+    }
+}
+
+/// Largest handle to create while `budget` granules may still be created: sizes fall as memory fills,
+/// so that the last of it is made of handles that fit anywhere.
+fn handle_size(budget: u64, handle_max: u32) -> u32 {
+    let share = u32::try_from((budget / 16).max(1)).unwrap_or(u32::MAX);
+    handle_max.min(1 << (31 - share.leading_zeros()))
+}

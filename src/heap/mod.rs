@@ -1,0 +1,366 @@
+//! The heap: what a program allocates from.
+
+mod execute;
+mod inner;
+mod ladder;
+mod shrink;
+mod space;
+mod stats;
+mod streams;
+
+pub use stats::Stats;
+
+use crate::backend::driver::Driver;
+use crate::backend::{Backend, StreamId};
+use crate::config::{Config, RemapMode, SizeOrShare};
+use crate::error::Result;
+use crate::units::{GIB, GRANULE, MIB, UNIT, round_down};
+use inner::{Block, Inner};
+use std::fmt;
+use std::sync::Arc;
+
+/// A function that may free memory before an out-of-memory error: gets the bytes asked for, says whether it freed any.
+pub type OutOfMemoryCallback = Box<dyn Fn(u64) -> bool + Send + Sync>;
+
+/// An allocator for one device. Clones share it; any thread may use it.
+///
+/// ```
+/// use xseg::{Heap, StreamId};
+/// # fn main() -> xseg::Result<()> {
+/// let heap = Heap::builder().conf("backend:sim,limit:64MiB")?.build()?;
+/// let block = heap.alloc(16 << 20, StreamId(0))?;
+/// assert_eq!(block.len(), 16 << 20);
+/// drop(block);
+/// assert_eq!(heap.stats().allocated, 0);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct Heap {
+    inner: Arc<Inner>,
+}
+
+impl fmt::Debug for Heap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Heap").field("backend", &self.inner.driver.backend().kind()).finish_non_exhaustive()
+    }
+}
+
+/// What [`Heap::trim`] did, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TrimReport {
+    /// Given back to the driver.
+    pub released: u64,
+    /// Still reserved.
+    pub reserved: u64,
+}
+
+/// Makes a [`Heap`].
+#[derive(Debug, Default)]
+pub struct HeapBuilder {
+    config: Config,
+    backend: Option<Arc<dyn Backend>>,
+}
+
+impl HeapBuilder {
+    /// A policy in the form of `XSEG_CONF`.
+    ///
+    /// # Errors
+    /// [`crate::Error::Config`] names the key and lists what is allowed.
+    pub fn conf(mut self, conf: &str) -> Result<Self> {
+        self.config = Config::parse(conf)?;
+        Ok(self)
+    }
+
+    /// The whole policy at once.
+    #[must_use]
+    pub fn config(mut self, config: Config) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// A backend of the caller's, instead of the one that the policy names.
+    #[must_use]
+    pub fn backend(mut self, backend: Arc<dyn Backend>) -> Self {
+        self.backend = Some(backend);
+        self
+    }
+
+    /// Reserves addresses, maps the warm-up, and gives the heap.
+    ///
+    /// # Errors
+    /// [`crate::Error::Config`] for a contradiction, [`crate::Error::Unavailable`] for a backend that
+    /// cannot be used here, and what the driver refuses.
+    pub fn build(self) -> Result<Heap> {
+        let backend = match self.backend {
+            Some(backend) => backend,
+            None => crate::backend::open(self.config.backend)?,
+        };
+        let total = backend.memory()?.total;
+        let limit = match self.config.limit {
+            Some(SizeOrShare::Bytes(bytes)) => bytes,
+            Some(SizeOrShare::Share(share)) => (total as f64 * share) as u64,
+            None if total == u64::MAX => u64::MAX,
+            // Others need some: the driver loads kernels into it.
+            None => total - (total / 100).max(512 * MIB).min(total),
+        };
+        let quiesce = match self.config.remap {
+            RemapMode::Quiesce => true,
+            RemapMode::Concurrent => false,
+            RemapMode::Auto => !backend.capabilities().concurrent_remap,
+        };
+        let warmup = self.config.warmup;
+        let inner = Inner::new(Driver::new(backend), self.config, round_down(limit, GRANULE), quiesce);
+        inner.space.reserve(&inner.driver, inner.reserve_bytes(), GIB)?;
+        let heap = Heap { inner: Arc::new(inner) };
+        if warmup > 0 {
+            heap.inner.warm_up(warmup)?;
+        }
+        Ok(heap)
+    }
+}
+
+impl Heap {
+    /// A builder with the default policy.
+    #[must_use]
+    pub fn builder() -> HeapBuilder {
+        HeapBuilder::default()
+    }
+
+    /// Allocates `bytes` for work on `stream`; freed when the [`Allocation`] is dropped. Size 0 gives a
+    /// block of 512 B of which the client may use nothing. Any thread may call. Waits for the device
+    /// only as the last step before an error.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`], [`crate::Error::AddressSpace`], [`crate::Error::DeadStream`],
+    /// [`crate::Error::Driver`]; the heap is unharmed by each.
+    pub fn alloc(&self, bytes: u64, stream: StreamId) -> Result<Allocation> {
+        self.alloc_aligned(bytes, UNIT, stream)
+    }
+
+    /// As [`Heap::alloc`], at an address that is a multiple of `align` bytes (a power of two up to 2 MiB).
+    ///
+    /// # Errors
+    /// As [`Heap::alloc`], and [`crate::Error::InvalidArgument`] for the alignment.
+    pub fn alloc_aligned(&self, bytes: u64, align: u64, stream: StreamId) -> Result<Allocation> {
+        let block = self.inner.alloc(bytes, align, stream)?;
+        Ok(Allocation { heap: self.clone(), block, bytes, stream, owned: true })
+    }
+
+    /// Allocates and gives the bare address; end it with [`Heap::free_raw`].
+    ///
+    /// # Errors
+    /// As [`Heap::alloc`].
+    pub fn alloc_raw(&self, bytes: u64, stream: StreamId) -> Result<u64> {
+        Ok(self.inner.alloc(bytes, UNIT, stream)?.address)
+    }
+
+    /// Frees a block by its address. Its stream may use the memory again at once; others when every
+    /// stream has passed. Never waits. Any thread may call.
+    ///
+    /// # Errors
+    /// [`crate::Error::InvalidPointer`] for an address that is no live block; the heap is unharmed.
+    pub fn free_raw(&self, address: u64) -> Result<()> {
+        self.inner.free(address)
+    }
+
+    /// Declares that work on `stream`, queued up to the block's free, uses the block: after the free it
+    /// is reused only when that work is done.
+    ///
+    /// # Errors
+    /// [`crate::Error::InvalidPointer`], [`crate::Error::DeadStream`].
+    pub fn record_use(&self, address: u64, stream: StreamId) -> Result<()> {
+        self.inner.record_use(address, stream)
+    }
+
+    /// Requested and rounded size in bytes of the live block at `address`.
+    ///
+    /// # Errors
+    /// [`crate::Error::InvalidPointer`].
+    pub fn block_size(&self, address: u64) -> Result<(u64, u64)> {
+        self.inner.block_info(address)
+    }
+
+    /// Gives idle memory whose use has passed back to the driver, down to the policy's `keep`. Never waits.
+    pub fn trim(&self) -> TrimReport {
+        let mut slow = self.inner.slow.lock();
+        self.inner.close_epoch();
+        let released = self.inner.trim_to(&mut slow, self.inner.config.keep);
+        TrimReport { released, reserved: slow.physical.reserved() }
+    }
+
+    /// Keeps the memory behind a range of addresses where it is, until [`Heap::unpin`]: for graphs,
+    /// registrations and peers that hold the address.
+    ///
+    /// # Errors
+    /// [`crate::Error::InvalidPointer`] outside the heap, [`crate::Error::InvalidArgument`] where a part has no memory.
+    pub fn pin(&self, address: u64, bytes: u64) -> Result<()> {
+        self.inner.pin(address, bytes)
+    }
+
+    /// Ends one [`Heap::pin`] of the same range.
+    ///
+    /// # Errors
+    /// As [`Heap::pin`].
+    pub fn unpin(&self, address: u64, bytes: u64) -> Result<()> {
+        self.inner.unpin(address, bytes)
+    }
+
+    /// Sets the most physical memory that may exist, in bytes, rounded down to granules; idle memory
+    /// above it is released as far as it has passed. Returns what is reserved afterwards.
+    pub fn set_limit(&self, bytes: u64) -> u64 {
+        self.inner.set_limit(if bytes == u64::MAX { bytes } else { round_down(bytes, GRANULE) })
+    }
+
+    /// The limit in bytes; `u64::MAX`: none.
+    #[must_use]
+    pub fn limit(&self) -> u64 {
+        self.inner.limit.load(std::sync::atomic::Ordering::Relaxed)
+    }
+
+    /// Does deferred work: closes an epoch, unmaps what has passed, shrinks by the policy. Call it now
+    /// and then from any thread; it never waits for the device.
+    pub fn tick(&self) {
+        self.inner.tick();
+    }
+
+    /// The stream is going to be destroyed: what it freed belongs to all when its work has passed, and
+    /// later use of it is an error. Call it before the stream is destroyed.
+    ///
+    /// # Errors
+    /// [`crate::Error::DeadStream`] for a stream that the heap does not know.
+    pub fn retire_stream(&self, stream: StreamId) -> Result<()> {
+        self.inner.retire(stream)
+    }
+
+    /// Adds a function that is called, without any lock held, before an out-of-memory error. It may
+    /// free blocks; when it says that it did, the request is tried again.
+    pub fn on_out_of_memory(&self, callback: OutOfMemoryCallback) {
+        self.inner.callbacks.lock().push(Arc::from(callback));
+    }
+
+    /// What the heap did and holds.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        self.inner.stats()
+    }
+
+    /// Sets the peaks to the present values.
+    pub fn reset_peaks(&self) {
+        self.inner.reset_peaks();
+    }
+
+    /// The policy in force.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.inner.config
+    }
+
+    /// The backend.
+    #[must_use]
+    pub fn backend(&self) -> &dyn Backend {
+        self.inner.driver.backend()
+    }
+
+    /// Releases everything now, live blocks too, after waiting for the device. Later calls fail with
+    /// [`crate::Error::ShutDown`]; frees of blocks that were live are ignored. Dropping the last clone does the same.
+    pub fn shut_down(&self) {
+        self.inner.shut_down();
+    }
+
+    /// Checks the heap's invariants (design.md); for tests and bug reports. Exact only at rest.
+    ///
+    /// # Errors
+    /// What is wrong, in words.
+    pub fn check(&self) -> std::result::Result<(), String> {
+        self.inner.check()
+    }
+
+    /// Notes on reservations that were refused, for `xseg info`.
+    #[must_use]
+    pub fn notes(&self) -> Vec<String> {
+        self.inner.space.notes()
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.config.stats {
+            eprintln!("xseg: {:#?}", self.stats());
+        }
+        self.shut_down();
+    }
+}
+
+/// A block of device memory, freed when dropped.
+#[must_use = "the block is freed when this is dropped"]
+pub struct Allocation {
+    heap: Heap,
+    block: Block,
+    bytes: u64,
+    stream: StreamId,
+    owned: bool,
+}
+
+impl Allocation {
+    /// First address.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.block.address
+    }
+
+    /// Bytes asked for.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Was nothing asked for?
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// Bytes that it takes up, a multiple of 512.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.block.bytes
+    }
+
+    /// The stream that it was allocated for.
+    #[must_use]
+    pub fn stream(&self) -> StreamId {
+        self.stream
+    }
+
+    /// See [`Heap::record_use`].
+    ///
+    /// # Errors
+    /// [`crate::Error::DeadStream`].
+    pub fn record_use(&self, stream: StreamId) -> Result<()> {
+        self.heap.record_use(self.block.address, stream)
+    }
+
+    /// The bare address; the block is freed by [`Heap::free_raw`] from now on.
+    #[must_use]
+    pub fn into_raw(mut self) -> u64 {
+        self.owned = false;
+        self.block.address
+    }
+}
+
+impl fmt::Debug for Allocation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Allocation({} B at {:#x} on stream {})", self.bytes, self.block.address, self.stream.0)
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        if self.owned
+            && let Err(error) = self.heap.free_raw(self.block.address)
+        {
+            tracing::error!(%error, "a block could not be freed when it was dropped");
+        }
+    }
+}

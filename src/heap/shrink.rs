@@ -1,0 +1,253 @@
+//! Giving memory back: trim, the limit, shrinking by time and by watermark, pins, retiring streams.
+#![forbid(unsafe_code)]
+
+use super::inner::{Inner, Slow};
+use crate::backend::StreamId;
+use crate::config::Shrink;
+use crate::error::{Error, PointerFault, Result};
+use crate::plan::Victim;
+use crate::plan::source;
+use crate::segment::nodes::Kind;
+use crate::segment::{Claim, Stamp};
+use crate::units::{GRANULE, UNITS_PER_GRANULE};
+use std::sync::atomic::Ordering::Relaxed;
+
+impl Inner {
+    /// Idle handles of all segments whose use has passed, longest idle first.
+    fn idle(&self, slow: &Slow) -> Vec<Victim> {
+        let claim = Claim { owner: 0, horizon: self.epochs.passed() };
+        let mut idle: Vec<Victim> = Vec::new();
+        for index in self.segment_indices() {
+            let segment = self.segment(index);
+            idle.extend(source::victims(index, &segment, &slow.physical, claim, 0..0));
+        }
+        idle.retain(|victim| victim.releasable && victim.epoch <= claim.horizon);
+        idle.sort_unstable_by_key(|victim| (victim.age, victim.segment, victim.home));
+        idle
+    }
+
+    /// Releases idle handles until `keep` bytes are reserved, or none is left. Bytes given back.
+    pub(crate) fn trim_to(&self, slow: &mut Slow, keep: u64) -> u64 {
+        self.housekeep(slow);
+        let before = slow.physical.reserved();
+        while slow.physical.reserved() > keep {
+            let excess = slow.physical.reserved() - keep;
+            let Some(granules) = slow.physical.cached().next_back().map(|(granules, _)| granules) else { break };
+            if u64::from(granules) * GRANULE > excess && keep > 0 {
+                break;
+            }
+            let Some(id) = slow.physical.take_cached(granules) else { break };
+            if self.release_handle(slow, id).is_err() {
+                break;
+            }
+        }
+        let mut excess = slow.physical.reserved().saturating_sub(keep);
+        for victim in self.idle(slow) {
+            let bytes = u64::from(victim.granules) * GRANULE;
+            if excess == 0 {
+                break;
+            }
+            if bytes <= excess && self.give_back(slow, &victim) {
+                excess -= bytes;
+            }
+        }
+        before - slow.physical.reserved()
+    }
+
+    /// Unmaps and releases one idle handle.
+    fn give_back(&self, slow: &mut Slow, victim: &Victim) -> bool {
+        let claim = Claim { owner: 0, horizon: self.epochs.passed() };
+        let Some((node, stamp)) = self.claim_idle(claim, victim) else { return false };
+        let unmapped = self.unmap_home(slow, victim).is_ok();
+        let released = unmapped && self.release_handle(slow, victim.handle).is_ok();
+        let passed = self.epochs.passed();
+        self.segment(victim.segment).restore(node, stamp, passed, |granule| slow.physical.mapped.contains(granule));
+        if released {
+            self.counters.handles_trimmed.fetch_add(1, Relaxed);
+            self.counters.bytes_trimmed.fetch_add(u64::from(victim.granules) * GRANULE, Relaxed);
+        }
+        released
+    }
+
+    fn claim_idle(&self, claim: Claim, victim: &Victim) -> Option<(u32, Stamp)> {
+        super::execute::claim_victim(&mut self.segment(victim.segment), claim, victim)
+    }
+
+    /// Sets the limit in bytes, and releases idle memory above it as far as that is possible now.
+    pub(crate) fn set_limit(&self, bytes: u64) -> u64 {
+        let mut slow = self.slow.lock();
+        slow.limit = bytes;
+        self.limit.store(bytes, Relaxed);
+        if slow.physical.reserved() > bytes {
+            self.close_epoch();
+            self.trim_to(&mut slow, bytes);
+        }
+        slow.physical.reserved()
+    }
+
+    /// Deferred work and time-based shrinking.
+    pub(crate) fn tick(&self) {
+        let mut slow = self.slow.lock();
+        self.close_epoch();
+        self.housekeep(&mut slow);
+        match self.config.shrink {
+            Shrink::Idle(duration) => {
+                let now = u64::try_from(self.driver.backend().now().as_nanos()).unwrap_or(u64::MAX);
+                let after = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
+                let idle = self.idle(&slow);
+                slow.idle_since.retain(|handle, (age, _)| idle.iter().any(|v| v.handle == *handle && v.age == *age));
+                for victim in idle {
+                    let (_, since) = *slow.idle_since.entry(victim.handle).or_insert((victim.age, now));
+                    let room = slow.physical.reserved().saturating_sub(self.config.keep);
+                    if now - since >= after
+                        && u64::from(victim.granules) * GRANULE <= room
+                        && self.give_back(&mut slow, &victim)
+                    {
+                        slow.idle_since.remove(&victim.handle);
+                    }
+                }
+            }
+            Shrink::Watermark(share) => {
+                let high = (self.counters.live() as f64 * (1.0 + share)) as u64;
+                if slow.physical.reserved() > high {
+                    self.trim_to(&mut slow, high.max(self.config.keep));
+                }
+            }
+            Shrink::Never | Shrink::Oom => {}
+        }
+    }
+
+    /// Granules that a range of addresses of the heap touches.
+    fn granules_of(&self, address: u64, bytes: u64) -> Result<std::ops::Range<u32>> {
+        let fault = Error::InvalidPointer { address, why: PointerFault::Foreign };
+        let first = self.space.locate(address).ok_or(fault.clone())?;
+        let end = address.checked_add(bytes.max(1) - 1).ok_or(fault.clone())?;
+        let last = self.space.locate(end).ok_or(fault)?;
+        Ok(first.unit / UNITS_PER_GRANULE..last.unit / UNITS_PER_GRANULE + 1)
+    }
+
+    pub(crate) fn pin(&self, address: u64, bytes: u64) -> Result<()> {
+        let range = self.granules_of(address, bytes)?;
+        let mut slow = self.slow.lock();
+        let mapped = slow.physical.mapped.count(range.clone());
+        if mapped != range.end - range.start {
+            return Err(Error::InvalidArgument(format!(
+                "pin of {bytes} bytes at {address:#x}: {} of its granules have no memory",
+                range.end - range.start - mapped
+            )));
+        }
+        slow.physical.pinned.set(range.clone(), true);
+        slow.pins.push(range);
+        Ok(())
+    }
+
+    pub(crate) fn unpin(&self, address: u64, bytes: u64) -> Result<()> {
+        let range = self.granules_of(address, bytes)?;
+        let mut slow = self.slow.lock();
+        let Some(at) = slow.pins.iter().position(|pin| *pin == range) else {
+            return Err(Error::InvalidArgument(format!(
+                "unpin of {bytes} bytes at {address:#x}: that range is not pinned"
+            )));
+        };
+        slow.pins.swap_remove(at);
+        slow.physical.pinned.set(range, false);
+        for pin in slow.pins.clone() {
+            slow.physical.pinned.set(pin, true);
+        }
+        Ok(())
+    }
+
+    /// Ends a stream: what it freed is everybody's once its epoch has passed.
+    pub(crate) fn retire(&self, stream: StreamId) -> Result<()> {
+        let key = self.driver.backend().stream_key(stream)?;
+        let Some(stream) = self.streams.retire(key) else {
+            return Err(Error::DeadStream {
+                stream: stream.0,
+                why: "the heap does not know it, or it was retired before".into(),
+            });
+        };
+        self.close_epoch();
+        let _slow = self.slow.lock();
+        for index in self.segment_indices() {
+            self.segment(index).disown(stream.slot);
+        }
+        self.streams.reuse(stream);
+        Ok(())
+    }
+
+    /// Releases everything; blocks that are still live go too. Waits for the device first.
+    pub(crate) fn shut_down(&self) {
+        if self.shut.swap(true, Relaxed) {
+            return;
+        }
+        let mut slow = self.slow.lock();
+        let backend = self.driver.backend();
+        if let Err(error) = backend.quiesce() {
+            tracing::warn!(%error, "the device could not be waited for at shutdown");
+        }
+        self.epochs.clear(backend);
+        for one in self.pending.lock().drain(..) {
+            one.events.into_iter().for_each(|event| backend.recycle(event));
+        }
+        let before = self.driver.nanos();
+        let report = |what: &str, error: crate::error::DriverError| tracing::warn!(%error, "{what} at shutdown");
+        for zombie in std::mem::take(&mut slow.physical.zombies) {
+            let address = self.space.address(zombie.at * UNITS_PER_GRANULE);
+            match self.driver.unmap(address, u64::from(zombie.granules) * GRANULE) {
+                Ok(()) => slow.physical.buried(&zombie),
+                Err(error) => report("an old mapping stays", error),
+            }
+        }
+        let handles: Vec<_> = slow.physical.handles().map(|(id, handle)| (id, *handle)).collect();
+        for (id, handle) in handles {
+            let bytes = u64::from(handle.granules) * GRANULE;
+            if let Some(home) = handle.home {
+                match self.driver.unmap(self.space.address(home * UNITS_PER_GRANULE), bytes) {
+                    Ok(()) => {
+                        slow.physical.unmapped(home..home + handle.granules);
+                        slow.physical.take_home(id);
+                    }
+                    Err(error) => report("a mapping stays", error),
+                }
+            }
+            if let Err(error) = self.driver.release(handle.token, bytes) {
+                report("a handle stays", error);
+            }
+        }
+        self.counters.teardown_nanos.fetch_add(self.driver.nanos() - before, Relaxed);
+        for reservation in self.space.reservations() {
+            if let Err(error) = self.driver.unreserve(reservation.address, reservation.bytes) {
+                report("a reservation stays", error);
+            }
+        }
+    }
+
+    /// Checks every invariant that can be checked at rest (tests).
+    pub(crate) fn check(&self) -> std::result::Result<(), String> {
+        let slow = self.slow.lock();
+        slow.physical.check()?;
+        for index in self.segment_indices() {
+            let segment = self.segment(index);
+            segment.check().map_err(|why| format!("segment {index}: {why}"))?;
+            for id in segment.iter() {
+                let node = &segment.nodes[id];
+                let range = node.start / UNITS_PER_GRANULE..node.end().div_ceil(UNITS_PER_GRANULE);
+                let all = range.end - range.start;
+                let (mapped, zombie) = (slow.physical.mapped.count(range.clone()), slow.physical.zombie.count(range));
+                let right = match node.kind {
+                    Kind::Live | Kind::Free | Kind::Pending => mapped == all,
+                    Kind::Unmapped => mapped == 0 && zombie == 0,
+                    Kind::Zombie => mapped == 0 && zombie == all,
+                    Kind::Busy => false,
+                };
+                if !right {
+                    return Err(format!(
+                        "segment {index}: {:?} node at unit {} has {mapped} of {all} granules mapped, {zombie} zombie",
+                        node.kind, node.start
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,186 @@
+//! The heap's addresses: reservations, their block tables, and which segment owns which part.
+//!
+//! Inside the heap an address is a unit number of 32 bits; each reservation covers a run of them.
+//! Parts are handed to segments in slots of 1 GiB: the large segment gets a long span from the bottom
+//! of each reservation, small segments single slots from its top. Reads take no lock.
+#![forbid(unsafe_code)]
+
+use crate::backend::driver::Driver;
+use crate::error::{Error, Result};
+use crate::lookup::BlockTable;
+use crate::units::{GIB, UNIT};
+use parking_lot::Mutex;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
+
+/// Bytes of addresses that are handed to a segment at a time.
+pub(crate) const SLOT: u64 = GIB;
+const UNITS_PER_SLOT: u32 = (SLOT / UNIT) as u32;
+/// Reservations of one heap.
+const RESERVATIONS: usize = 8;
+/// Slot that no segment owns.
+const NOBODY: u16 = u16::MAX;
+
+/// One reservation.
+#[derive(Debug)]
+pub(crate) struct Reservation {
+    pub(crate) address: u64,
+    pub(crate) bytes: u64,
+    /// Unit number of its first address.
+    first: u32,
+    pub(crate) table: BlockTable,
+    owners: Box<[AtomicU16]>,
+}
+
+/// Where an address lies.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Located<'a> {
+    pub(crate) reservation: &'a Reservation,
+    /// Unit number in the heap.
+    pub(crate) unit: u32,
+    pub(crate) segment: u16,
+    /// The address is on the unit grid.
+    pub(crate) aligned: bool,
+}
+
+impl Located<'_> {
+    /// Node of the block that starts here; 0: none.
+    pub(crate) fn node(&self) -> u32 {
+        if self.aligned { self.reservation.table.get(self.unit - self.reservation.first) } else { 0 }
+    }
+}
+
+/// Slots of the newest reservation that are not handed out: `low..high`.
+#[derive(Debug, Default)]
+struct Spare {
+    index: usize,
+    low: u32,
+    high: u32,
+}
+
+/// See the module's text.
+#[derive(Debug, Default)]
+pub(crate) struct Space {
+    reservations: [OnceLock<Reservation>; RESERVATIONS],
+    spare: Mutex<Spare>,
+    /// What was said about reservations that were refused, for `xseg info`.
+    notes: Mutex<Vec<String>>,
+}
+
+impl Space {
+    pub(crate) fn reservations(&self) -> impl Iterator<Item = &Reservation> {
+        self.reservations.iter().map_while(OnceLock::get)
+    }
+
+    /// Bytes of addresses reserved.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.reservations().map(|reservation| reservation.bytes).sum()
+    }
+
+    pub(crate) fn notes(&self) -> Vec<String> {
+        self.notes.lock().clone()
+    }
+
+    /// Adds a reservation of `bytes` (rounded up to slots), halved until one succeeds, but not below
+    /// `least`. Called with the driver lock held.
+    pub(crate) fn reserve(&self, driver: &Driver, bytes: u64, least: u64) -> Result<()> {
+        let index = self.reservations().count();
+        let first: u64 = self.reservations().map(|r| r.bytes / UNIT).sum();
+        let room = (u64::from(u32::MAX) - first) * UNIT / SLOT * SLOT;
+        let least = least.next_multiple_of(SLOT).max(2 * SLOT);
+        let full = Error::AddressSpace { requested: least, reserved: self.bytes() };
+        if index == RESERVATIONS || room < least {
+            return Err(full);
+        }
+        let mut bytes = bytes.checked_next_multiple_of(SLOT).unwrap_or(room).clamp(least, room);
+        let address = loop {
+            match driver.reserve(bytes) {
+                Ok(address) => break address,
+                Err(error) => {
+                    self.notes.lock().push(format!(
+                        "a reservation of {} GiB was refused: {}",
+                        bytes / GIB,
+                        error.reason
+                    ));
+                    if bytes == least {
+                        return Err(error.into());
+                    }
+                    bytes = (bytes / 2).next_multiple_of(SLOT).max(least);
+                }
+            }
+        };
+        let table = match BlockTable::new(bytes) {
+            Ok(table) => table,
+            Err(error) => {
+                driver.unreserve(address, bytes)?;
+                return Err(error.into());
+            }
+        };
+        let slots = bytes / SLOT;
+        let owners = (0..slots).map(|_| AtomicU16::new(NOBODY)).collect();
+        let reservation = Reservation { address, bytes, first: first as u32, table, owners };
+        if self.reservations[index].set(reservation).is_err() {
+            return Err(full);
+        }
+        *self.spare.lock() = Spare { index, low: 0, high: slots as u32 };
+        Ok(())
+    }
+
+    /// Hands a span of at least `bytes` from the bottom of the newest reservation to the large segment:
+    /// three quarters of what is left, so that small segments find room above. Unit range, or `None`.
+    pub(crate) fn take_low(&self, segment: u16, bytes: u64) -> Option<(u32, u32)> {
+        let mut spare = self.spare.lock();
+        let free = spare.high - spare.low;
+        let want = u32::try_from(bytes.div_ceil(SLOT)).ok()?;
+        let slots = want.max(free - free.div_ceil(4));
+        if want > free || slots == 0 {
+            return None;
+        }
+        let low = spare.low;
+        spare.low += slots;
+        self.own(spare.index, low..low + slots, segment)
+    }
+
+    /// Hands the highest free slot to a small segment.
+    pub(crate) fn take_high(&self, segment: u16) -> Option<(u32, u32)> {
+        let mut spare = self.spare.lock();
+        if spare.low == spare.high {
+            return None;
+        }
+        spare.high -= 1;
+        self.own(spare.index, spare.high..spare.high + 1, segment)
+    }
+
+    fn own(&self, index: usize, slots: std::ops::Range<u32>, segment: u16) -> Option<(u32, u32)> {
+        let reservation = self.reservations[index].get()?;
+        for slot in slots.clone() {
+            reservation.owners[slot as usize].store(segment, Relaxed);
+        }
+        Some((reservation.first + slots.start * UNITS_PER_SLOT, (slots.end - slots.start) * UNITS_PER_SLOT))
+    }
+
+    /// Where an address lies; `None` outside the heap.
+    pub(crate) fn locate(&self, address: u64) -> Option<Located<'_>> {
+        let reservation = self.reservations().find(|r| address.wrapping_sub(r.address) < r.bytes)?;
+        let offset = address - reservation.address;
+        let segment = reservation.owners[(offset / SLOT) as usize].load(Relaxed);
+        let unit = reservation.first + (offset / UNIT) as u32;
+        (segment != NOBODY).then_some(Located { reservation, unit, segment, aligned: offset % UNIT == 0 })
+    }
+
+    fn reservation_of(&self, unit: u32) -> Option<&Reservation> {
+        self.reservations().find(|r| u64::from(unit.wrapping_sub(r.first)) < r.bytes / UNIT)
+    }
+
+    /// Address of a unit that some segment owns.
+    pub(crate) fn address(&self, unit: u32) -> u64 {
+        self.reservation_of(unit).map_or(0, |r| r.address + u64::from(unit - r.first) * UNIT)
+    }
+
+    /// Enters or (0) clears the node of the block that starts at `unit`.
+    pub(crate) fn set_node(&self, unit: u32, node: u32) {
+        if let Some(reservation) = self.reservation_of(unit) {
+            reservation.table.set(unit - reservation.first, node);
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! Counters and what they add up to.
+#![forbid(unsafe_code)]
+
+use super::inner::Inner;
+use crate::backend::DriverCalls;
+use crate::units::UNIT;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Counters of a heap; relaxed, exact when read at rest.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    allocated: AtomicU64,
+    requested: AtomicU64,
+    peak_allocated: AtomicU64,
+    peak_requested: AtomicU64,
+    pub(crate) allocs: AtomicU64,
+    pub(crate) frees: AtomicU64,
+    pub(crate) ooms: AtomicU64,
+    pub(crate) slow_allocs: AtomicU64,
+    pub(crate) host_waits: AtomicU64,
+    pub(crate) gpu_waits: AtomicU64,
+    pub(crate) handles_moved: AtomicU64,
+    pub(crate) bytes_moved: AtomicU64,
+    pub(crate) handles_joined: AtomicU64,
+    pub(crate) handles_rechunked: AtomicU64,
+    pub(crate) bytes_rechunked: AtomicU64,
+    pub(crate) handles_trimmed: AtomicU64,
+    pub(crate) bytes_trimmed: AtomicU64,
+    pub(crate) bytes_created: AtomicU64,
+    pub(crate) teardown_nanos: AtomicU64,
+}
+
+impl Counters {
+    pub(crate) fn allocated(&self, bytes: u64, requested: u64) {
+        self.allocs.fetch_add(1, Relaxed);
+        let now = self.allocated.fetch_add(bytes, Relaxed) + bytes;
+        if now > self.peak_allocated.load(Relaxed) {
+            self.peak_allocated.fetch_max(now, Relaxed);
+        }
+        let now = self.requested.fetch_add(requested, Relaxed) + requested;
+        if now > self.peak_requested.load(Relaxed) {
+            self.peak_requested.fetch_max(now, Relaxed);
+        }
+    }
+
+    pub(crate) fn freed(&self, bytes: u64, requested: u64) {
+        self.frees.fetch_add(1, Relaxed);
+        self.allocated.fetch_sub(bytes, Relaxed);
+        self.requested.fetch_sub(requested, Relaxed);
+    }
+
+    /// Bytes in live blocks.
+    pub(crate) fn live(&self) -> u64 {
+        self.allocated.load(Relaxed)
+    }
+
+    fn reset_peaks(&self) {
+        self.peak_allocated.store(self.allocated.load(Relaxed), Relaxed);
+        self.peak_requested.store(self.requested.load(Relaxed), Relaxed);
+    }
+}
+
+/// What a heap did and holds. Sizes in bytes. Exact when no other thread is at work on the heap.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct Stats {
+    /// Bytes in live blocks, rounded to 512 B.
+    pub allocated: u64,
+    /// Bytes in live blocks as the client asked for them.
+    pub requested: u64,
+    /// Physical memory of all handles that exist, mapped or not.
+    pub reserved: u64,
+    /// Most `allocated` at once.
+    pub peak_allocated: u64,
+    /// Most `requested` at once.
+    pub peak_requested: u64,
+    /// Most `reserved` at once.
+    pub peak_reserved: u64,
+    /// Most physical memory that may exist; `u64::MAX`: no bound.
+    pub limit: u64,
+    /// Live blocks.
+    pub live_blocks: u64,
+    /// Free bytes behind free addresses.
+    pub free: u64,
+    /// Largest free range at one place.
+    pub largest_free: u64,
+    /// Bytes of free ranges that share a granule with a live block (internal to granules: no use to others).
+    pub partly_live_granules: u64,
+    /// Granules that small blocks hold with less than a quarter of their bytes live (internal fragmentation).
+    pub pinned_by_small: u64,
+    /// Bytes that freed blocks hold until the streams they were declared used on have passed.
+    pub pending: u64,
+    /// Bytes of addresses whose memory was moved away and that are still mapped.
+    pub zombie: u64,
+    /// Bytes inside pinned ranges.
+    pub pinned: u64,
+    /// Allocations so far.
+    pub allocs: u64,
+    /// Frees so far.
+    pub frees: u64,
+    /// Allocations that needed more than a fitting free block.
+    pub slow_allocs: u64,
+    /// Requests that ended in an out-of-memory error.
+    pub ooms: u64,
+    /// Requests that waited on the host.
+    pub host_waits: u64,
+    /// Waits put on a stream of the device.
+    pub gpu_waits: u64,
+    /// Handles moved by remapping.
+    pub handles_moved: u64,
+    /// Bytes moved by remapping: growth that the moves saved.
+    pub bytes_moved: u64,
+    /// Handles mapped a second time beside live parts.
+    pub handles_joined: u64,
+    /// Idle handles given up so that smaller ones could be created.
+    pub handles_rechunked: u64,
+    /// Their bytes.
+    pub bytes_rechunked: u64,
+    /// Handles given back by trimming and shrinking.
+    pub handles_trimmed: u64,
+    /// Their bytes.
+    pub bytes_trimmed: u64,
+    /// Bytes created so far.
+    pub bytes_created: u64,
+    /// Bytes copied: always 0.
+    pub bytes_copied: u64,
+    /// Driver calls so far, in handles.
+    pub driver_calls: DriverCalls,
+    /// Time in driver calls in nanoseconds: modelled on `sim` and `host`, measured on `cuda`.
+    pub driver_nanos: u64,
+    /// Host memory that the heap's tables hold, without untouched pages.
+    pub metadata_bytes: u64,
+}
+
+impl Stats {
+    /// 1 − peak allocated / peak reserved (0 when nothing was reserved).
+    #[must_use]
+    pub fn fragmentation(&self) -> f64 {
+        if self.peak_reserved == 0 { 0.0 } else { 1.0 - self.peak_allocated as f64 / self.peak_reserved as f64 }
+    }
+}
+
+impl Inner {
+    pub(crate) fn stats(&self) -> Stats {
+        let mut slow = self.slow.lock();
+        self.housekeep(&mut slow);
+        let counters = &self.counters;
+        let get = |counter: &AtomicU64| counter.load(Relaxed);
+        let mut stats = Stats {
+            allocated: get(&counters.allocated),
+            requested: get(&counters.requested),
+            reserved: slow.physical.reserved(),
+            peak_allocated: get(&counters.peak_allocated),
+            peak_requested: get(&counters.peak_requested),
+            peak_reserved: slow.physical.peak_reserved(),
+            limit: slow.limit,
+            allocs: get(&counters.allocs),
+            frees: get(&counters.frees),
+            slow_allocs: get(&counters.slow_allocs),
+            ooms: get(&counters.ooms),
+            host_waits: get(&counters.host_waits),
+            gpu_waits: get(&counters.gpu_waits),
+            handles_moved: get(&counters.handles_moved),
+            bytes_moved: get(&counters.bytes_moved),
+            handles_joined: get(&counters.handles_joined),
+            handles_rechunked: get(&counters.handles_rechunked),
+            bytes_rechunked: get(&counters.bytes_rechunked),
+            handles_trimmed: get(&counters.handles_trimmed),
+            bytes_trimmed: get(&counters.bytes_trimmed),
+            bytes_created: get(&counters.bytes_created),
+            driver_calls: self.driver.calls(),
+            driver_nanos: self.driver.nanos(),
+            metadata_bytes: slow.physical.metadata_bytes() as u64,
+            ..Stats::default()
+        };
+        self.add_segments(&mut stats);
+        stats.zombie = slow.physical.zombies.iter().map(|z| u64::from(z.granules) * crate::units::GRANULE).sum();
+        stats.pinned = slow.physical.pinned.iter().count() as u64 * crate::units::GRANULE;
+        stats
+    }
+
+    fn add_segments(&self, stats: &mut Stats) {
+        for index in self.segment_indices() {
+            let segment = self.segment(index);
+            stats.live_blocks += segment.live_blocks;
+            stats.free += segment.free_units() * UNIT;
+            stats.largest_free = stats.largest_free.max(u64::from(segment.longest_free()) * UNIT);
+            stats.metadata_bytes += segment.nodes.bytes() as u64;
+            let shared = segment.shared_granules(index != super::inner::LARGE);
+            stats.partly_live_granules += shared.free_units * UNIT;
+            stats.pinned_by_small += shared.pinned_by_small;
+            stats.pending += shared.pending_units * UNIT;
+        }
+    }
+
+    pub(crate) fn reset_peaks(&self) {
+        self.counters.reset_peaks();
+        self.slow.lock().physical.reset_peak();
+    }
+}

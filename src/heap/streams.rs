@@ -1,0 +1,120 @@
+//! Streams that the heap knows: identity → slot and small pool.
+#![forbid(unsafe_code)]
+
+use crate::backend::StreamId;
+use crate::error::{Error, Result};
+use parking_lot::RwLock;
+
+/// A stream as the heap knows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stream {
+    /// The client's name for it.
+    pub(crate) id: StreamId,
+    /// Number that stamps carry; never 0. Given to another stream after this one is retired.
+    pub(crate) slot: u16,
+    /// Segment of its small blocks.
+    pub(crate) small: u16,
+    /// The stream waits on the device for all frees up to this epoch.
+    pub(crate) waited: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Entry {
+    Known(Stream),
+    Retired,
+}
+
+/// Segments of one heap; 0 is the large one.
+pub(crate) const SEGMENTS: u16 = 4096;
+
+#[derive(Debug, Default)]
+struct State {
+    /// Sorted by identity.
+    entries: Vec<(u64, Entry)>,
+    next_slot: u16,
+    free_slots: Vec<u16>,
+    next_small: u16,
+    /// Small segments whose stream was retired.
+    orphans: Vec<u16>,
+}
+
+/// See the module's text. Any thread may call; look-ups share a read lock.
+#[derive(Debug, Default)]
+pub(crate) struct Streams(RwLock<State>);
+
+impl Streams {
+    /// The stream of this identity, entered if it is new.
+    pub(crate) fn get(&self, key: u64, id: StreamId) -> Result<Stream> {
+        {
+            let state = self.0.read();
+            if let Ok(at) = state.entries.binary_search_by_key(&key, |entry| entry.0) {
+                return match state.entries[at].1 {
+                    Entry::Known(stream) => Ok(stream),
+                    Entry::Retired => Err(Error::DeadStream { stream: id.0, why: "it was retired".into() }),
+                };
+            }
+        }
+        let mut state = self.0.write();
+        let Err(at) = state.entries.binary_search_by_key(&key, |entry| entry.0) else {
+            drop(state);
+            return self.get(key, id);
+        };
+        let slot = match state.free_slots.pop() {
+            Some(slot) => slot,
+            None if state.next_slot < SEGMENTS - 1 => {
+                state.next_slot += 1;
+                state.next_slot
+            }
+            None => {
+                let why = format!("{} streams are known already; retire those that were destroyed", SEGMENTS - 1);
+                return Err(Error::DeadStream { stream: id.0, why });
+            }
+        };
+        let small = state.orphans.pop().unwrap_or_else(|| {
+            state.next_small += 1;
+            state.next_small
+        });
+        let stream = Stream { id, slot, small, waited: 0 };
+        state.entries.insert(at, (key, Entry::Known(stream)));
+        Ok(stream)
+    }
+
+    /// Ends a stream: later use of it is an error. Returns what it was, once.
+    pub(crate) fn retire(&self, key: u64) -> Option<Stream> {
+        let mut state = self.0.write();
+        let at = state.entries.binary_search_by_key(&key, |entry| entry.0).ok()?;
+        match std::mem::replace(&mut state.entries[at].1, Entry::Retired) {
+            Entry::Known(stream) => Some(stream),
+            Entry::Retired => None,
+        }
+    }
+
+    /// Lets the slot and small segment of a retired stream be used by a new one. Nothing may carry the
+    /// slot any more.
+    pub(crate) fn reuse(&self, stream: Stream) {
+        let mut state = self.0.write();
+        state.free_slots.push(stream.slot);
+        state.orphans.push(stream.small);
+    }
+
+    /// Notes that a stream waits on the device for all frees up to `epoch`.
+    pub(crate) fn set_waited(&self, slot: u16, epoch: u32) {
+        for (_, entry) in &mut self.0.write().entries {
+            if let Entry::Known(stream) = entry
+                && stream.slot == slot
+            {
+                stream.waited = stream.waited.max(epoch);
+            }
+        }
+    }
+
+    /// Streams in use.
+    pub(crate) fn all(&self) -> Vec<Stream> {
+        let state = self.0.read();
+        state
+            .entries
+            .iter()
+            .filter_map(|(_, entry)| if let Entry::Known(s) = entry { Some(*s) } else { None })
+            .collect()
+    }
+}

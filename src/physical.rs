@@ -1,0 +1,226 @@
+//! Physical handles and the page table: which handle lies behind which granule of addresses.
+//!
+//! All of it is guarded by the heap's driver lock. The sets of granules say what a granule is:
+//! `mapped` (memory that blocks may use), `zombie` (still mapped, but its memory was given to another
+//! address) and `pinned` (something outside holds the address: it is never backed anew).
+#![forbid(unsafe_code)]
+
+use crate::backend::PhysicalAllocation;
+use crate::bits::PageSet;
+use crate::units::GRANULE;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Index of a handle; 0 is none.
+pub(crate) type HandleId = u32;
+
+/// What backs one granule of addresses.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Page {
+    /// 0: nothing.
+    pub(crate) handle: HandleId,
+    /// Granule within the handle.
+    pub(crate) offset: u32,
+}
+
+/// Physical memory of one create call; sizes in granules.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Handle {
+    pub(crate) token: PhysicalAllocation,
+    pub(crate) granules: u32,
+    /// First granule of the mapping that blocks use; `None`: not mapped (cached).
+    pub(crate) home: Option<u32>,
+    /// Mappings left behind by moves, still mapped.
+    pub(crate) zombies: u32,
+}
+
+/// An old mapping of a moved handle, unmapped when its epoch has passed.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Zombie {
+    pub(crate) handle: HandleId,
+    pub(crate) at: u32,
+    pub(crate) granules: u32,
+    pub(crate) epoch: u32,
+    /// Segment that the addresses belong to, and the node there.
+    pub(crate) segment: u16,
+    pub(crate) node: u32,
+}
+
+/// See the module's text.
+#[derive(Debug, Default)]
+pub(crate) struct Physical {
+    pages: Vec<Page>,
+    pub(crate) mapped: PageSet,
+    pub(crate) zombie: PageSet,
+    pub(crate) pinned: PageSet,
+    handles: Vec<Option<Handle>>,
+    unused: Vec<HandleId>,
+    /// Handles without a mapping, by size.
+    cache: BTreeMap<u32, Vec<HandleId>>,
+    /// Granules of all handles that exist.
+    reserved: u64,
+    peak_reserved: u64,
+    pub(crate) zombies: Vec<Zombie>,
+}
+
+impl Physical {
+    /// Bytes of all handles that exist, mapped or not.
+    pub(crate) fn reserved(&self) -> u64 {
+        self.reserved * GRANULE
+    }
+
+    /// Most bytes that ever existed at once since the last reset.
+    pub(crate) fn peak_reserved(&self) -> u64 {
+        self.peak_reserved * GRANULE
+    }
+
+    pub(crate) fn reset_peak(&mut self) {
+        self.peak_reserved = self.reserved;
+    }
+
+    pub(crate) fn page(&self, granule: u32) -> Page {
+        self.pages.get(granule as usize).copied().unwrap_or_default()
+    }
+
+    pub(crate) fn handle(&self, id: HandleId) -> Option<&Handle> {
+        self.handles.get(id as usize)?.as_ref()
+    }
+
+    /// Handles that exist.
+    pub(crate) fn handles(&self) -> impl Iterator<Item = (HandleId, &Handle)> {
+        self.handles.iter().enumerate().filter_map(|(id, handle)| Some((id as HandleId, handle.as_ref()?)))
+    }
+
+    /// Sizes of cached handles with how many there are.
+    pub(crate) fn cached(&self) -> impl DoubleEndedIterator<Item = (u32, usize)> + '_ {
+        self.cache.iter().map(|(granules, ids)| (*granules, ids.len()))
+    }
+
+    /// Takes a cached handle of exactly this size.
+    pub(crate) fn take_cached(&mut self, granules: u32) -> Option<HandleId> {
+        let ids = self.cache.get_mut(&granules)?;
+        let id = ids.pop();
+        if ids.is_empty() {
+            self.cache.remove(&granules);
+        }
+        id
+    }
+
+    /// Puts an unmapped handle into the cache.
+    pub(crate) fn put_cached(&mut self, id: HandleId) {
+        if let Some(Some(handle)) = self.handles.get_mut(id as usize) {
+            handle.home = None;
+            let granules = handle.granules;
+            self.cache.entry(granules).or_default().push(id);
+        }
+    }
+
+    /// Notes a created handle.
+    pub(crate) fn created(&mut self, token: PhysicalAllocation, granules: u32) -> HandleId {
+        self.reserved += u64::from(granules);
+        self.peak_reserved = self.peak_reserved.max(self.reserved);
+        let handle = Handle { token, granules, home: None, zombies: 0 };
+        if let Some(id) = self.unused.pop() {
+            self.handles[id as usize] = Some(handle);
+            return id;
+        }
+        if self.handles.is_empty() {
+            self.handles.push(None);
+        }
+        self.handles.push(Some(handle));
+        (self.handles.len() - 1) as HandleId
+    }
+
+    /// Forgets a released handle, which has no mapping.
+    pub(crate) fn released(&mut self, id: HandleId) {
+        if let Some(handle) = self.handles.get_mut(id as usize).and_then(Option::take) {
+            debug_assert!(handle.home.is_none() && handle.zombies == 0, "I7: only unmapped handles are released");
+            self.reserved -= u64::from(handle.granules);
+            self.unused.push(id);
+        }
+    }
+
+    /// Notes that a handle is mapped at `at` for blocks to use.
+    pub(crate) fn mapped_at(&mut self, id: HandleId, at: u32) {
+        let Some(Some(handle)) = self.handles.get_mut(id as usize) else { return };
+        handle.home = Some(at);
+        let range = at..at + handle.granules;
+        if self.pages.len() < range.end as usize {
+            self.pages.resize((range.end as usize).next_power_of_two(), Page::default());
+        }
+        for (offset, granule) in range.clone().enumerate() {
+            self.pages[granule as usize] = Page { handle: id, offset: offset as u32 };
+        }
+        self.mapped.set(range, true);
+    }
+
+    /// Notes that a handle has no mapping for blocks any more.
+    pub(crate) fn take_home(&mut self, id: HandleId) {
+        if let Some(Some(handle)) = self.handles.get_mut(id as usize) {
+            handle.home = None;
+        }
+    }
+
+    /// Notes that the mapping at `range` is gone.
+    pub(crate) fn unmapped(&mut self, range: Range<u32>) {
+        self.mapped.set(range.clone(), false);
+        self.zombie.set(range.clone(), false);
+        for granule in range {
+            if let Some(page) = self.pages.get_mut(granule as usize) {
+                *page = Page::default();
+            }
+        }
+    }
+
+    /// Notes that a handle's mapping at its home is a zombie from now on (the handle is mapped elsewhere).
+    pub(crate) fn left_behind(&mut self, zombie: Zombie) {
+        let range = zombie.at..zombie.at + zombie.granules;
+        self.mapped.set(range.clone(), false);
+        self.zombie.set(range, true);
+        if let Some(Some(handle)) = self.handles.get_mut(zombie.handle as usize) {
+            handle.zombies += 1;
+        }
+        self.zombies.push(zombie);
+    }
+
+    /// Notes that a zombie mapping was unmapped.
+    pub(crate) fn buried(&mut self, zombie: &Zombie) {
+        self.unmapped(zombie.at..zombie.at + zombie.granules);
+        if let Some(Some(handle)) = self.handles.get_mut(zombie.handle as usize) {
+            handle.zombies -= 1;
+        }
+    }
+
+    /// Bytes of metadata held.
+    pub(crate) fn metadata_bytes(&self) -> usize {
+        self.pages.capacity() * size_of::<Page>() + self.handles.capacity() * size_of::<Option<Handle>>()
+    }
+
+    /// Checks the page table against the handles (invariants I7, I8).
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let mut granules = 0u64;
+        let mut homes = 0u32;
+        for (id, handle) in self.handles() {
+            granules += u64::from(handle.granules);
+            let Some(home) = handle.home else { continue };
+            homes += handle.granules;
+            for offset in 0..handle.granules {
+                if self.page(home + offset) != (Page { handle: id, offset }) || !self.mapped.contains(home + offset) {
+                    return Err(format!("granule {} of handle {id} is not where its home says", offset));
+                }
+            }
+        }
+        if granules != self.reserved {
+            return Err(format!("handles hold {granules} granules, the counter says {}", self.reserved));
+        }
+        let mapped = self.mapped.iter().count();
+        if mapped != homes as usize {
+            return Err(format!("{mapped} granules mapped, {homes} in handles with a home"));
+        }
+        let zombies: u32 = self.zombies.iter().map(|zombie| zombie.granules).sum();
+        if self.zombie.iter().count() != zombies as usize {
+            return Err("the zombie set and the zombie list differ".into());
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,84 @@
+//! Planning: which addresses a request gets and which handles go behind them.
+//!
+//! Pure functions of a segment's nodes, the page table and counters; nothing here calls the driver or
+//! changes state. [`place`] chooses the addresses, [`source`] the memory; the heap executes the result
+//! in one place (`heap::execute`).
+#![forbid(unsafe_code)]
+
+pub(crate) mod place;
+pub(crate) mod source;
+
+use crate::physical::HandleId;
+use crate::segment::nodes::NodeId;
+use std::ops::Range;
+
+/// Where a request goes. Positions in units from the start of the heap's addresses.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Placement {
+    /// First node of the range.
+    pub(crate) first: NodeId,
+    /// The block's addresses.
+    pub(crate) block: Range<u32>,
+    /// Addresses that the transaction claims: the block and the rest of granules that it newly backs.
+    pub(crate) claim: Range<u32>,
+    /// Runs of granules without memory, ascending.
+    pub(crate) missing: Vec<Range<u32>>,
+    /// Addresses without memory that follow the claim, up to which growth may go on.
+    pub(crate) room: u32,
+}
+
+impl Placement {
+    /// Granules without memory.
+    pub(crate) fn missing_granules(&self) -> u32 {
+        self.missing.iter().map(|run| run.end - run.start).sum()
+    }
+}
+
+/// A whole handle that lies idle behind free addresses and may be moved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Victim {
+    pub(crate) handle: HandleId,
+    pub(crate) granules: u32,
+    /// First granule of its addresses.
+    pub(crate) home: u32,
+    pub(crate) segment: u16,
+    /// The free node that covers it.
+    pub(crate) node: NodeId,
+    /// When its memory was freed; the smaller the longer ago.
+    pub(crate) age: u32,
+    /// Epoch of its stamp.
+    pub(crate) epoch: u32,
+    /// No old mapping of it is left, so that releasing it would free its memory.
+    pub(crate) releasable: bool,
+    /// Granules of the free node around it.
+    pub(crate) around: u32,
+}
+
+/// Where the memory of a run of granules comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// A handle from the cache, of this many granules.
+    Cached,
+    /// A new handle.
+    Create,
+    /// A handle that lies idle elsewhere.
+    Move(Victim),
+}
+
+/// One handle to put at `at`. Sizes in granules.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Fill {
+    pub(crate) at: u32,
+    pub(crate) granules: u32,
+    pub(crate) source: Source,
+}
+
+/// The memory side of a plan.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct Supply {
+    /// Idle handles released first, so that smaller ones may be created (re-chunking).
+    pub(crate) release: Vec<Victim>,
+    /// Cached handles released first, as (granules, how many).
+    pub(crate) drop_cached: Vec<u32>,
+    pub(crate) fills: Vec<Fill>,
+}

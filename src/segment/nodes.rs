@@ -1,0 +1,155 @@
+//! Nodes of a segment: its addresses as a doubly linked list in address order.
+//!
+//! Every address of a span belongs to exactly one node (invariant I1), and the links are indices,
+//! so that metadata lies apart from the memory that it describes.
+#![forbid(unsafe_code)]
+
+use std::ops::{Index, IndexMut};
+
+/// Index of a node; 0 is no node.
+pub(crate) type NodeId = u32;
+/// No node.
+pub(crate) const NIL: NodeId = 0;
+
+/// What a node's addresses are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// A block of the client.
+    Live,
+    /// Mapped and free; in a bin.
+    Free,
+    /// Freed by the client, waiting for the streams that it was declared used on.
+    Pending,
+    /// Without memory; granule aligned.
+    Unmapped,
+    /// Mapped, but its memory was given to another address; granule aligned.
+    Zombie,
+    /// Claimed by a transaction that is at work on it.
+    Busy,
+}
+
+/// One range of addresses; positions and lengths in units of 512 B.
+#[derive(Debug, Clone)]
+pub(crate) struct Node {
+    pub(crate) start: u32,
+    pub(crate) len: u32,
+    /// Neighbours in address order; `NIL` at the ends of a span.
+    pub(crate) prev: NodeId,
+    pub(crate) next: NodeId,
+    pub(crate) bin_prev: NodeId,
+    pub(crate) bin_next: NodeId,
+    /// Epoch that was open when the node was freed; 0: nothing to wait for.
+    pub(crate) epoch: u32,
+    /// When it was freed, in frees of the segment: the smaller, the longer it lies idle.
+    pub(crate) age: u32,
+    /// Bytes of the block that the client did not ask for.
+    pub(crate) slack: u32,
+    /// Slot of the stream that it was allocated on, or freed by; 0: nobody's.
+    pub(crate) owner: u16,
+    pub(crate) kind: Kind,
+    /// The client declared uses on other streams.
+    pub(crate) has_uses: bool,
+}
+
+impl Node {
+    pub(crate) const fn new(kind: Kind, start: u32, len: u32) -> Self {
+        Self {
+            start,
+            len,
+            prev: NIL,
+            next: NIL,
+            bin_prev: NIL,
+            bin_next: NIL,
+            epoch: 0,
+            age: 0,
+            slack: 0,
+            owner: 0,
+            kind,
+            has_uses: false,
+        }
+    }
+
+    pub(crate) const fn end(&self) -> u32 {
+        self.start + self.len
+    }
+}
+
+/// All nodes of a segment, in a slab.
+#[derive(Debug)]
+pub(crate) struct Nodes {
+    slab: Vec<Node>,
+    unused: Vec<NodeId>,
+}
+
+impl Default for Nodes {
+    fn default() -> Self {
+        // Index 0 is taken by a node that nobody uses, so that NIL needs no branch of its own.
+        Self { slab: vec![Node::new(Kind::Busy, 0, 0)], unused: Vec::new() }
+    }
+}
+
+impl Nodes {
+    /// Puts a node in, without links.
+    pub(crate) fn insert(&mut self, node: Node) -> NodeId {
+        if let Some(id) = self.unused.pop() {
+            self.slab[id as usize] = node;
+            return id;
+        }
+        self.slab.push(node);
+        (self.slab.len() - 1) as NodeId
+    }
+
+    /// Puts `node` into the address order right after `before`.
+    pub(crate) fn insert_after(&mut self, before: NodeId, mut node: Node) -> NodeId {
+        let after = self[before].next;
+        node.prev = before;
+        node.next = after;
+        let id = self.insert(node);
+        self[before].next = id;
+        if after != NIL {
+            self[after].prev = id;
+        }
+        id
+    }
+
+    /// Takes a node out of the address order and forgets it.
+    pub(crate) fn unlink(&mut self, id: NodeId) {
+        let (prev, next) = (self[id].prev, self[id].next);
+        if prev != NIL {
+            self[prev].next = next;
+        }
+        if next != NIL {
+            self[next].prev = prev;
+        }
+        self.remove(id);
+    }
+
+    /// Forgets a node.
+    pub(crate) fn remove(&mut self, id: NodeId) {
+        debug_assert_ne!(id, NIL);
+        self.unused.push(id);
+    }
+
+    /// Nodes in use.
+    pub(crate) fn len(&self) -> usize {
+        self.slab.len() - 1 - self.unused.len()
+    }
+
+    /// Bytes of metadata held.
+    pub(crate) fn bytes(&self) -> usize {
+        self.slab.capacity() * size_of::<Node>() + self.unused.capacity() * size_of::<NodeId>()
+    }
+}
+
+impl Index<NodeId> for Nodes {
+    type Output = Node;
+    fn index(&self, id: NodeId) -> &Node {
+        &self.slab[id as usize]
+    }
+}
+
+impl IndexMut<NodeId> for Nodes {
+    fn index_mut(&mut self, id: NodeId) -> &mut Node {
+        &mut self.slab[id as usize]
+    }
+}
