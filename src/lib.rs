@@ -1,6 +1,8 @@
 //! xseg: an allocator for GPU memory that owns addresses and physical memory separately.
 pub mod backend;
 mod bits;
+#[cfg(feature = "cuda")]
+mod buffer;
 pub mod config;
 mod epoch;
 pub mod error;
@@ -12,6 +14,8 @@ mod segment;
 pub mod units;
 
 pub use backend::StreamId;
+#[cfg(feature = "cuda")]
+pub use buffer::DeviceBuffer;
 pub use config::Config;
 pub use error::{Error, Result};
 pub use heap::{Allocation, Heap, HeapBuilder, OutOfMemoryCallback, Stats, TrimReport};
