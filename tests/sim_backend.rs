@@ -1,6 +1,10 @@
 //! The simulated driver keeps the driver's rules, and the faulty one fails where it is told to.
 #![allow(unsafe_code, clippy::unwrap_used, reason = "tests call the driver's operations directly")]
-#![allow(clippy::undocumented_unsafe_blocks, reason = "the simulated driver checks every promise itself")]
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    clippy::multiple_unsafe_ops_per_block,
+    reason = "the simulated driver checks every promise itself"
+)]
 
 use std::sync::Arc;
 use std::time::Duration;
