@@ -89,6 +89,16 @@ impl Blocks {
         self.free.range((list, size, 0)..=(list, u64::MAX, u64::MAX)).map(|(_, _, address)| *address)
     }
 
+    /// The free block with the lowest address that has at least `size`.
+    pub(super) fn first_fit(&self, size: u64) -> Option<u64> {
+        self.free.range((0, size, 0)..).map(|(_, _, address)| *address).min()
+    }
+
+    /// The block with the highest address.
+    pub(super) fn last(&self) -> Option<(u64, Block)> {
+        self.all.iter().next_back().map(|(address, block)| (*address, *block))
+    }
+
     /// Free blocks of all lists, by list and size.
     pub(super) fn free_blocks(&self) -> Vec<u64> {
         self.free.iter().map(|(_, _, address)| *address).collect()
@@ -136,5 +146,15 @@ impl Blocks {
     /// Is the block all of its segment?
     pub(super) fn is_whole(&self, address: u64) -> bool {
         self.next(address).is_none() && self.previous(address).is_none()
+    }
+
+    /// Drops every segment that is one free block, and tells `release` its start.
+    pub(super) fn drop_whole(&mut self, mut release: impl FnMut(u64)) {
+        for at in self.free_blocks() {
+            if self.is_whole(at) {
+                self.remove(at);
+                release(at);
+            }
+        }
     }
 }

@@ -100,8 +100,13 @@ impl Device {
         }
     }
 
+    /// Bytes that the limit leaves.
+    pub(super) fn room(&self) -> u64 {
+        self.limit - self.figures.reserved
+    }
+
     fn fits(&self, bytes: u64) -> bool {
-        bytes <= self.limit - self.figures.reserved
+        bytes <= self.room()
     }
 
     /// Lets the host wait until `when`; counted where that is not yet.
@@ -118,14 +123,25 @@ impl Device {
         self.wait_until(self.timeline.completion(scope));
     }
 
-    /// `cudaMalloc` of whole granules; `None` when memory is short.
-    pub(super) fn malloc(&mut self, bytes: u64) -> Option<u64> {
+    /// Counts and prices one `cudaMalloc`.
+    pub(super) fn price_malloc(&mut self, bytes: u64) {
+        self.figures.calls.create += 1;
+        self.figures.driver_nanos += malloc_nanos(bytes).0;
+    }
+
+    /// Counts and prices one `cudaFree`, which waits for the device.
+    pub(super) fn price_free(&mut self, bytes: u64) {
+        self.synchronize(None);
+        self.figures.calls.release += 1;
+        self.figures.driver_nanos += malloc_nanos(bytes).1;
+    }
+
+    /// Memory of whole granules without a call of its own; `None` when it is short.
+    pub(super) fn chunk(&mut self, bytes: u64) -> Option<u64> {
         let bytes = round_up(bytes, GRANULE)?;
         if !self.fits(bytes) {
             return None;
         }
-        self.figures.calls.create += 1;
-        self.figures.driver_nanos += malloc_nanos(bytes).0;
         let address = self.next_malloc;
         // A granule between two, so that they are never taken for one.
         self.next_malloc += bytes + GRANULE;
@@ -134,14 +150,24 @@ impl Device {
         Some(address)
     }
 
-    /// `cudaFree`, which waits for the device.
+    /// Gives memory of [`Device::chunk`] back; its size.
+    pub(super) fn chunk_free(&mut self, address: u64) -> u64 {
+        let bytes = self.mallocs.remove(&address).unwrap_or(0);
+        self.reserved(-(bytes as i64));
+        bytes
+    }
+
+    /// `cudaMalloc` of whole granules; `None` when memory is short.
+    pub(super) fn malloc(&mut self, bytes: u64) -> Option<u64> {
+        let address = self.chunk(bytes)?;
+        self.price_malloc(bytes);
+        Some(address)
+    }
+
+    /// `cudaFree`.
     pub(super) fn malloc_free(&mut self, address: u64) {
-        if let Some(bytes) = self.mallocs.remove(&address) {
-            self.synchronize(None);
-            self.figures.calls.release += 1;
-            self.figures.driver_nanos += malloc_nanos(bytes).1;
-            self.reserved(-(bytes as i64));
-        }
+        let bytes = self.chunk_free(address);
+        self.price_free(bytes);
     }
 
     /// Addresses with nothing behind them.

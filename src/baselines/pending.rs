@@ -2,7 +2,7 @@
 
 use super::device::Device;
 use crate::backend::{EventScope, StreamId};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 /// Which streams use which live block, and which freed blocks wait for their events.
@@ -11,6 +11,8 @@ pub(super) struct Pending {
     uses: HashMap<u64, Vec<u64>>,
     /// When the block's events are done, and its address; in the order of the frees.
     waiting: Vec<(Duration, u64)>,
+    /// The addresses in `waiting`.
+    held: HashSet<u64>,
 }
 
 impl Pending {
@@ -29,6 +31,7 @@ impl Pending {
         match done {
             Some(when) if when > device.timeline.now() => {
                 self.waiting.push((when, address));
+                self.held.insert(address);
                 true
             }
             _ => false,
@@ -43,7 +46,14 @@ impl Pending {
         let now = device.timeline.now();
         let (done, waiting) = self.waiting.drain(..).partition::<Vec<_>, _>(|(when, _)| *when <= now);
         self.waiting = waiting;
-        done.into_iter().map(|(_, address)| address).collect()
+        let done: Vec<u64> = done.into_iter().map(|(_, address)| address).collect();
+        done.iter().for_each(|address| _ = self.held.remove(address));
+        done
+    }
+
+    /// Was the block freed already, and waits?
+    pub(super) fn is_held(&self, address: u64) -> bool {
+        self.held.contains(&address)
     }
 
     /// Lets the host wait for every event.
