@@ -9,13 +9,25 @@ use crate::backend::timeline::Timeline;
 pub use crate::driver::DriverCalls;
 
 mod blocks;
+mod buddy;
+mod classes;
+mod cuda_malloc;
+mod cuda_malloc_async;
 mod device;
+mod first_fit;
+mod frame;
 mod pending;
+mod size_class;
+mod slab;
+mod tf_bfc;
 mod torch_expandable;
 mod torch_native;
 
-#[cfg(all(test, feature = "cli"))]
+#[cfg(test)]
 mod tests;
+#[cfg(test)]
+#[cfg(feature = "cli")]
+mod trace_tests;
 
 /// Why a baseline could not do what was asked.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -95,7 +107,17 @@ pub trait Subject: std::fmt::Debug + Send {
 }
 
 /// Every baseline, in the order of reports.
-pub const NAMES: &[&str] = &["torch-native", "torch-expandable"];
+pub const NAMES: &[&str] = &[
+    "cuda-malloc",
+    "cuda-malloc-async",
+    "first-fit",
+    "buddy",
+    "slab",
+    "size-class",
+    "torch-native",
+    "torch-expandable",
+    "tf-bfc",
+];
 
 /// The baseline called `name` on a device with `limit` bytes (no bound where `None`), whose work
 /// completes by `timeline`.
@@ -103,8 +125,15 @@ pub const NAMES: &[&str] = &["torch-native", "torch-expandable"];
 pub fn create(name: &str, limit: Option<u64>, timeline: Timeline) -> Option<Box<dyn Subject>> {
     let device = device::Device::new(limit, timeline);
     Some(match name {
-        "torch-native" => Box::new(torch_native::TorchNative::new(device)),
-        "torch-expandable" => Box::new(torch_expandable::TorchExpandable::new(device)),
+        "cuda-malloc" => frame::subject(device, cuda_malloc::CudaMalloc::default()),
+        "cuda-malloc-async" => frame::subject(device, cuda_malloc_async::AsyncPool::default()),
+        "first-fit" => frame::subject(device, first_fit::FirstFit::default()),
+        "buddy" => frame::subject(device, buddy::Buddy::default()),
+        "slab" => frame::subject(device, slab::new()),
+        "size-class" => frame::subject(device, size_class::new()),
+        "torch-native" => frame::subject(device, torch_native::TorchNative::default()),
+        "torch-expandable" => frame::subject(device, torch_expandable::TorchExpandable::default()),
+        "tf-bfc" => frame::subject(device, tf_bfc::Bfc::default()),
         _ => return None,
     })
 }

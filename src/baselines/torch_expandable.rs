@@ -6,24 +6,19 @@
 //! neighbourhood is long enough. A page never moves: when memory is short, every whole free page
 //! goes back to the driver.
 
+use super::SubjectError;
 use super::blocks::{Block, Blocks, State};
 use super::device::{CARD, Device};
-use super::pending::Pending;
-use super::{Figures, Subject, SubjectError};
+use super::frame::Policy;
 use crate::units::{MIB, UNIT, round_up};
-use std::collections::BTreeSet;
 
 /// Largest request that goes to the small pool.
 const SMALL: u64 = MIB;
 
 /// See the module's text.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct TorchExpandable {
-    device: Device,
     blocks: Blocks,
-    pending: Pending,
-    /// Lists that a segment exists for.
-    lists: BTreeSet<u64>,
 }
 
 /// The list of a stream's free blocks of one kind: the kind is the lowest bit.
@@ -36,10 +31,6 @@ const fn page_of(list: u64) -> u64 {
 }
 
 impl TorchExpandable {
-    pub(super) fn new(device: Device) -> Self {
-        Self { device, blocks: Blocks::default(), pending: Pending::default(), lists: BTreeSet::new() }
-    }
-
     /// Size of a block with the unmapped range right after it.
     fn worth(&self, address: u64) -> u64 {
         let size = self.blocks.get(address).map_or(0, |block| block.size);
@@ -59,7 +50,7 @@ impl TorchExpandable {
     }
 
     /// Where free and unmapped neighbours add up to `size`; a new segment where nowhere.
-    fn candidate(&mut self, list: u64, size: u64) -> Result<u64, SubjectError> {
+    fn candidate(&mut self, device: &mut Device, list: u64, size: u64) -> Result<u64, SubjectError> {
         for unmapped in self.blocks.unmapped(list) {
             let before = self.blocks.previous(unmapped).filter(|(_, block)| block.state == State::Free);
             let start = before.map_or(unmapped, |(at, _)| at);
@@ -76,24 +67,23 @@ impl TorchExpandable {
         if size > bytes {
             return Err(SubjectError::OutOfMemory(size));
         }
-        let segment = self.device.reserve(bytes)?;
-        self.lists.insert(list);
+        let segment = device.reserve(bytes)?;
         self.blocks.put(segment, Block { size: bytes, segment, list, state: State::Unmapped });
         Ok(segment)
     }
 
     /// Maps pages over the first `size` bytes of an unmapped block and joins them with free neighbours; where
     /// the joined block starts, or `None`, with nothing changed, when memory is short.
-    fn map(&mut self, at: u64, size: u64) -> Result<Option<u64>, SubjectError> {
+    fn map(&mut self, device: &mut Device, at: u64, size: u64) -> Result<Option<u64>, SubjectError> {
         let Some(block) = self.blocks.get(at).copied() else { return Ok(None) };
         let page = page_of(block.list);
         let mut handles = Vec::new();
         for _ in 0..size.div_ceil(page) {
-            match self.device.create(page)? {
+            match device.create(page)? {
                 Some(handle) => handles.push(handle),
                 None => {
                     for handle in handles {
-                        self.device.release(handle)?;
+                        device.release(handle)?;
                     }
                     return Ok(None);
                 }
@@ -101,7 +91,7 @@ impl TorchExpandable {
         }
         let bytes = handles.len() as u64 * page;
         for (to, handle) in (at..).step_by(page as usize).zip(handles) {
-            self.device.map(to, handle, page)?;
+            device.map(to, handle, page)?;
         }
         self.blocks.remove(at);
         if bytes < block.size {
@@ -111,9 +101,14 @@ impl TorchExpandable {
         Ok(Some(self.blocks.settle(at, State::Free)))
     }
 
+    /// Every remainder is split off here, also of large blocks.
+    fn take(&mut self, at: u64, size: u64) -> (u64, u64) {
+        (at, self.blocks.take(at, size, |rest| rest >= UNIT))
+    }
+
     /// A free block of `size` made by mapping pages.
-    fn grow(&mut self, list: u64, size: u64) -> Result<Option<u64>, SubjectError> {
-        let mut at = self.candidate(list, size)?;
+    fn grow(&mut self, device: &mut Device, list: u64, size: u64) -> Result<Option<u64>, SubjectError> {
+        let mut at = self.candidate(device, list, size)?;
         while let Some(block) = self.blocks.get(at).copied() {
             let (unmapped, missing) = match block.state {
                 State::Unmapped => (Some(at), size.min(block.size)),
@@ -124,19 +119,45 @@ impl TorchExpandable {
                 }
             };
             let Some(unmapped) = unmapped else { break };
-            match self.map(unmapped, missing)? {
+            match self.map(device, unmapped, missing)? {
                 Some(joined) => at = joined,
                 None => return Ok(None),
             }
         }
         Ok(None)
     }
+}
+
+impl Policy for TorchExpandable {
+    fn name(&self) -> &'static str {
+        "torch-expandable"
+    }
+
+    fn alloc(&mut self, device: &mut Device, bytes: u64, stream: u64) -> Result<Option<(u64, u64)>, SubjectError> {
+        let Some(size) = round_up(bytes.max(1), UNIT) else { return Ok(None) };
+        match self.cached(list_of(stream, size > SMALL), size) {
+            Some(at) => Ok(Some(self.take(at, size))),
+            None => self.again(device, bytes, stream),
+        }
+    }
+
+    /// The cache is not searched again, as upstream.
+    fn again(&mut self, device: &mut Device, bytes: u64, stream: u64) -> Result<Option<(u64, u64)>, SubjectError> {
+        let Some(size) = round_up(bytes.max(1), UNIT) else { return Ok(None) };
+        Ok(self.grow(device, list_of(stream, size > SMALL), size)?.map(|at| self.take(at, size)))
+    }
+
+    fn live(&self, address: u64) -> Result<(u64, u64), SubjectError> {
+        self.blocks.live(address).map(|block| (block.size, block.list >> 1))
+    }
+
+    fn give(&mut self, _device: &mut Device, address: u64) -> Result<(), SubjectError> {
+        self.blocks.settle(address, State::Free);
+        Ok(())
+    }
 
     /// Gives every whole page inside a free block back.
-    fn flush(&mut self) -> Result<(), SubjectError> {
-        for address in self.pending.wait_all(&mut self.device) {
-            self.blocks.settle(address, State::Free);
-        }
+    fn flush(&mut self, device: &mut Device) -> Result<(), SubjectError> {
         for at in self.blocks.free_blocks() {
             let Some(block) = self.blocks.get(at).copied() else { continue };
             let page = page_of(block.list);
@@ -145,10 +166,10 @@ impl TorchExpandable {
             if first >= end {
                 continue;
             }
-            self.device.synchronize(Some(block.list >> 1));
+            device.synchronize(Some(block.list >> 1));
             for to in (first..end).step_by(page as usize) {
-                let (handle, _) = self.device.unmap(to)?;
-                self.device.release(handle)?;
+                let (handle, _) = device.unmap(to)?;
+                device.release(handle)?;
             }
             self.blocks.remove(at);
             if first > at {
@@ -161,57 +182,5 @@ impl TorchExpandable {
             self.blocks.settle(first, State::Unmapped);
         }
         Ok(())
-    }
-}
-
-impl Subject for TorchExpandable {
-    fn name(&self) -> &str {
-        "torch-expandable"
-    }
-
-    fn alloc(&mut self, bytes: u64, stream: u64) -> Result<u64, SubjectError> {
-        let size = round_up(bytes.max(1), UNIT).ok_or(SubjectError::OutOfMemory(bytes))?;
-        let list = list_of(stream, size > SMALL);
-        for address in self.pending.passed(&self.device) {
-            self.blocks.settle(address, State::Free);
-        }
-        let mut found = self.cached(list, size);
-        if found.is_none() {
-            found = self.grow(list, size)?;
-        }
-        if found.is_none() {
-            self.device.figures.retries += 1;
-            self.flush()?;
-            found = self.grow(list, size)?;
-        }
-        let address = found.ok_or(SubjectError::OutOfMemory(bytes))?;
-        // Every remainder is split off here, also of large blocks.
-        let taken = self.blocks.take(address, size, |rest| rest >= UNIT);
-        self.device.allocated(taken);
-        Ok(address)
-    }
-
-    fn free(&mut self, address: u64) -> Result<(), SubjectError> {
-        let block = self.blocks.live(address)?;
-        self.device.freed(block.size);
-        if !self.pending.holds(&self.device, address) {
-            self.blocks.settle(address, State::Free);
-        }
-        Ok(())
-    }
-
-    fn record_use(&mut self, address: u64, stream: u64) -> Result<(), SubjectError> {
-        if self.blocks.live(address)?.list >> 1 != stream {
-            self.pending.record(address, stream);
-        }
-        Ok(())
-    }
-
-    fn figures(&self) -> Figures {
-        self.device.figures()
-    }
-
-    fn finish(&mut self) -> Result<u64, SubjectError> {
-        self.device.teardown()
     }
 }

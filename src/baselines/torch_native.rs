@@ -4,21 +4,19 @@
 //! rounded to 2 MiB above. Best fit within the stream and kind; on failure every wholly free segment
 //! goes back and the call is made once more.
 
+use super::SubjectError;
 use super::blocks::{Block, Blocks, State};
 use super::device::Device;
-use super::pending::Pending;
-use super::{Figures, Subject, SubjectError};
+use super::frame::Policy;
 use crate::units::{GRANULE, MIB, UNIT, round_up};
 
 /// Largest request of the small pool, and the remainder that a large block is not split for.
 const SMALL: u64 = MIB;
 
 /// See the module's text.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct TorchNative {
-    device: Device,
     blocks: Blocks,
-    pending: Pending,
 }
 
 const fn segment_size(size: u64) -> u64 {
@@ -29,77 +27,55 @@ const fn segment_size(size: u64) -> u64 {
     }
 }
 
-impl TorchNative {
-    pub(super) fn new(device: Device) -> Self {
-        Self { device, blocks: Blocks::default(), pending: Pending::default() }
-    }
+const fn list_of(size: u64, stream: u64) -> u64 {
+    stream << 1 | (size > SMALL) as u64
+}
 
-    fn grow(&mut self, list: u64, size: u64) -> Option<u64> {
+impl TorchNative {
+    fn grow(&mut self, device: &mut Device, size: u64, stream: u64) -> Option<u64> {
         let bytes = segment_size(size);
-        let segment = self.device.malloc(bytes)?;
+        let segment = device.malloc(bytes)?;
+        let list = list_of(size, stream);
         self.blocks.put(segment, Block { size: bytes, segment, list, state: State::Free });
         Some(segment)
     }
 
-    fn flush(&mut self) {
-        for address in self.pending.wait_all(&mut self.device) {
-            self.blocks.settle(address, State::Free);
-        }
-        for at in self.blocks.free_blocks() {
-            if self.blocks.is_whole(at) {
-                self.blocks.remove(at);
-                self.device.malloc_free(at);
-            }
-        }
+    fn take(&mut self, at: u64, size: u64) -> (u64, u64) {
+        (at, self.blocks.take(at, size, |rest| if size <= SMALL { rest >= UNIT } else { rest > SMALL }))
     }
 }
 
-impl Subject for TorchNative {
-    fn name(&self) -> &str {
+impl Policy for TorchNative {
+    fn name(&self) -> &'static str {
         "torch-native"
     }
 
-    fn alloc(&mut self, bytes: u64, stream: u64) -> Result<u64, SubjectError> {
-        let size = round_up(bytes.max(1), UNIT).ok_or(SubjectError::OutOfMemory(bytes))?;
-        let small = size <= SMALL;
-        let list = stream << 1 | u64::from(!small);
-        for address in self.pending.passed(&self.device) {
-            self.blocks.settle(address, State::Free);
+    fn alloc(&mut self, device: &mut Device, bytes: u64, stream: u64) -> Result<Option<(u64, u64)>, SubjectError> {
+        let Some(size) = round_up(bytes.max(1), UNIT) else { return Ok(None) };
+        let cached = self.blocks.fitting(list_of(size, stream), size).next();
+        match cached {
+            Some(at) => Ok(Some(self.take(at, size))),
+            None => self.again(device, bytes, stream),
         }
-        let cached = self.blocks.fitting(list, size).next();
-        let mut found = cached.or_else(|| self.grow(list, size));
-        if found.is_none() {
-            self.device.figures.retries += 1;
-            self.flush();
-            found = self.grow(list, size);
-        }
-        let address = found.ok_or(SubjectError::OutOfMemory(bytes))?;
-        let taken = self.blocks.take(address, size, |rest| if small { rest >= UNIT } else { rest > SMALL });
-        self.device.allocated(taken);
-        Ok(address)
     }
 
-    fn free(&mut self, address: u64) -> Result<(), SubjectError> {
-        let block = self.blocks.live(address)?;
-        self.device.freed(block.size);
-        if !self.pending.holds(&self.device, address) {
-            self.blocks.settle(address, State::Free);
-        }
+    /// The cache is not searched again, as upstream.
+    fn again(&mut self, device: &mut Device, bytes: u64, stream: u64) -> Result<Option<(u64, u64)>, SubjectError> {
+        let Some(size) = round_up(bytes.max(1), UNIT) else { return Ok(None) };
+        Ok(self.grow(device, size, stream).map(|at| self.take(at, size)))
+    }
+
+    fn live(&self, address: u64) -> Result<(u64, u64), SubjectError> {
+        self.blocks.live(address).map(|block| (block.size, block.list >> 1))
+    }
+
+    fn give(&mut self, _device: &mut Device, address: u64) -> Result<(), SubjectError> {
+        self.blocks.settle(address, State::Free);
         Ok(())
     }
 
-    fn record_use(&mut self, address: u64, stream: u64) -> Result<(), SubjectError> {
-        if self.blocks.live(address)?.list >> 1 != stream {
-            self.pending.record(address, stream);
-        }
+    fn flush(&mut self, device: &mut Device) -> Result<(), SubjectError> {
+        self.blocks.drop_whole(|at| device.malloc_free(at));
         Ok(())
-    }
-
-    fn figures(&self) -> Figures {
-        self.device.figures()
-    }
-
-    fn finish(&mut self) -> Result<u64, SubjectError> {
-        self.device.teardown()
     }
 }

@@ -94,7 +94,7 @@ fn expandable_pays_for_its_flushes() {
     assert!((450.0..620.0).contains(&ms), "{ms}");
     // Pages only ever come from the driver and go back to it, some of them before they were mapped.
     assert_eq!(figures.calls.create - figures.calls.map, figures.calls.release - figures.calls.unmap);
-    assert!(figures.retries > 50 && figures.handles_moved == 0);
+    assert!(figures.retries > 10 && figures.handles_moved == 0, "{figures:?}");
 }
 
 /// Least limit over peak at which the replay completes, by halving, to 0.05 %.
