@@ -13,9 +13,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub mod cost;
-pub(crate) mod driver;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub(crate) mod driver;
 pub mod fault;
 pub mod host;
 pub mod sim;
