@@ -2,6 +2,8 @@
 pub mod backend;
 mod bits;
 pub mod conf;
+#[cfg(feature = "cuda")]
+mod buffer;
 pub mod config;
 mod epoch;
 pub mod error;
@@ -11,10 +13,14 @@ mod physical;
 mod plan;
 mod segment;
 #[cfg(feature = "cli")]
+pub mod replay;
+#[cfg(feature = "cli")]
 pub mod trace;
 pub mod units;
 
 pub use backend::StreamId;
+#[cfg(feature = "cuda")]
+pub use buffer::DeviceBuffer;
 pub use config::Config;
 pub use error::{Error, Result};
 pub use heap::{Allocation, Heap, HeapBuilder, OutOfMemoryCallback, Stats, TrimReport};

@@ -18,6 +18,8 @@ pub mod cuda;
 pub(crate) mod driver;
 pub mod fault;
 pub mod host;
+#[cfg(feature = "cli")]
+pub mod inject;
 pub mod sim;
 pub mod timeline;
 

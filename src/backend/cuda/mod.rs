@@ -23,6 +23,7 @@ use sys::{Access, Api, Attribute, MemoryKind, STREAM_LEGACY, STREAM_PER_THREAD};
 
 mod enter;
 mod events;
+pub mod memory;
 mod probe;
 mod sys;
 

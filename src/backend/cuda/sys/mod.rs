@@ -11,8 +11,10 @@ use std::ptr::{null_mut, with_exposed_provenance_mut};
 use std::sync::OnceLock;
 
 mod memory;
+mod module;
 
 pub(crate) use memory::{Access, MemoryKind};
+pub(crate) use module::MODULE_CALLS;
 
 /// `CU_STREAM_LEGACY`.
 pub(crate) const STREAM_LEGACY: u64 = 1;
@@ -76,7 +78,7 @@ pub(crate) struct Api {
     stream_id: Option<StreamIdOf>,
 }
 
-/// What a stream's capture state is.
+/// How a thread's calls bear on captures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CaptureMode(sys::CUstreamCaptureMode);
 

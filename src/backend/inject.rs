@@ -1,0 +1,495 @@
+//! A backend that breaks the heap on purpose, to prove that a verification can fail.
+//!
+//! It stands between a heap and the real backend. Memory faults are made behind the heap's back, on
+//! mappings that were there before, so that live data is hit: by the count of maps, hence the same
+//! in every run. It also tells whoever plays the device's part when a wait has moved the clock.
+#![allow(unsafe_code, reason = "passes the backend's contracts through, and breaks them on purpose")]
+
+use super::{Backend, BackendKind, Capabilities, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId};
+use crate::error::{DriverError, Error};
+use parking_lot::Mutex;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Maps before the first memory fault.
+const FIRST: u64 = 4;
+/// Maps from one memory fault to the next.
+const EVERY: u64 = 16;
+
+/// What is broken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// Two mappings exchange their physical memory.
+    Swap,
+    /// A mapping gets fresh memory in place of its own.
+    Lost,
+    /// Every event is said to have completed: memory is given away and unmapped under queued work.
+    EarlyUnmap,
+}
+
+impl FromStr for Fault {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "swap" => Ok(Self::Swap),
+            "lost" => Ok(Self::Lost),
+            "early-unmap" => Ok(Self::EarlyUnmap),
+            _ => Err("the faults are swap, lost and early-unmap".into()),
+        }
+    }
+}
+
+type ClockHook = Box<dyn Fn() + Send + Sync>;
+type StreamHook = Box<dyn Fn(StreamId) + Send + Sync>;
+
+#[derive(Debug, Clone, Copy)]
+struct Mapped {
+    handle: PhysicalAllocation,
+    bytes: u64,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    mappings: BTreeMap<u64, Mapped>,
+    /// The inner handle behind an outer name, where a fault has changed it.
+    renamed: HashMap<PhysicalAllocation, PhysicalAllocation>,
+    maps: u64,
+    /// Faults that are due; one waits until there is a mapping to hit.
+    due: u64,
+    injected: u64,
+}
+
+impl State {
+    fn inner(&self, handle: PhysicalAllocation) -> PhysicalAllocation {
+        self.renamed.get(&handle).copied().unwrap_or(handle)
+    }
+
+    /// Mappings that a fault may hit: all but the newest, with handles that are mapped once.
+    fn victims(&self, newest: u64) -> Vec<(u64, Mapped)> {
+        let mut times = HashMap::new();
+        for mapped in self.mappings.values() {
+            *times.entry(mapped.handle).or_insert(0u32) += 1;
+        }
+        let once = self.mappings.iter().filter(|(at, mapped)| **at != newest && times.get(&mapped.handle) == Some(&1));
+        let mut victims: Vec<_> = once.map(|(at, mapped)| (*at, *mapped)).collect();
+        if !victims.is_empty() {
+            // Another one each time, the same in each run.
+            let turn = (self.injected as usize).wrapping_mul(7919) % victims.len();
+            victims.rotate_left(turn);
+        }
+        victims
+    }
+}
+
+/// See the module's text. Shared like any backend.
+pub struct InjectBackend {
+    inner: Arc<dyn Backend>,
+    fault: Option<Fault>,
+    on_clock: Option<ClockHook>,
+    on_stream_wait: Option<StreamHook>,
+    state: Mutex<State>,
+}
+
+impl fmt::Debug for InjectBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("InjectBackend").field("inner", &self.inner).field("fault", &self.fault).finish_non_exhaustive()
+    }
+}
+
+impl InjectBackend {
+    /// Wraps a backend; `None` breaks nothing.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Backend>, fault: Option<Fault>) -> Self {
+        Self { inner, fault, on_clock: None, on_stream_wait: None, state: Mutex::default() }
+    }
+
+    /// Calls `hook` whenever a host wait may have moved the clock, before the heap goes on.
+    #[must_use]
+    pub fn on_clock(mut self, hook: impl Fn() + Send + Sync + 'static) -> Self {
+        self.on_clock = Some(Box::new(hook));
+        self
+    }
+
+    /// Calls `hook` whenever the heap made a stream wait on the device.
+    #[must_use]
+    pub fn on_stream_wait(mut self, hook: impl Fn(StreamId) + Send + Sync + 'static) -> Self {
+        self.on_stream_wait = Some(Box::new(hook));
+        self
+    }
+
+    /// Memory faults made so far.
+    #[must_use]
+    pub fn injected(&self) -> u64 {
+        self.state.lock().injected
+    }
+
+    fn clock_moved(&self) {
+        if let Some(hook) = &self.on_clock {
+            hook();
+        }
+    }
+
+    /// Counts a finished map at `newest`, and makes the faults that are due.
+    fn mapped(&self, newest: u64) -> Result<(), DriverError> {
+        let mut state = self.state.lock();
+        state.maps += 1;
+        if state.maps % EVERY == FIRST {
+            state.due += 1;
+        }
+        if state.due == 0 {
+            return Ok(());
+        }
+        let done = match self.fault {
+            Some(Fault::Swap) => self.swap(&mut state, newest)?,
+            Some(Fault::Lost) => self.lose(&mut state, newest)?,
+            Some(Fault::EarlyUnmap) | None => false,
+        };
+        if done {
+            state.due -= 1;
+            state.injected += 1;
+        }
+        Ok(())
+    }
+
+    fn swap(&self, state: &mut State, newest: u64) -> Result<bool, DriverError> {
+        let victims = state.victims(newest);
+        let pair = victims
+            .iter()
+            .enumerate()
+            .find_map(|(number, a)| victims[number + 1..].iter().find(|b| b.1.bytes == a.1.bytes).map(|b| (*a, *b)));
+        let Some(((at, mapped), (other_at, other))) = pair else { return Ok(false) };
+        let (inner, other_inner) = (state.inner(mapped.handle), state.inner(other.handle));
+        self.back(at, mapped.bytes, other_inner, || self.back(other_at, other.bytes, inner, || Ok(())))?;
+        state.renamed.insert(mapped.handle, other_inner);
+        state.renamed.insert(other.handle, inner);
+        Ok(true)
+    }
+
+    fn lose(&self, state: &mut State, newest: u64) -> Result<bool, DriverError> {
+        let Some((at, mapped)) = state.victims(newest).first().copied() else { return Ok(false) };
+        let fresh = self.inner.create(mapped.bytes)?;
+        self.back(at, mapped.bytes, fresh, || Ok(()))?;
+        let lost = state.inner(mapped.handle);
+        state.renamed.insert(mapped.handle, fresh);
+        // SAFETY: the heap's name for it stands for the fresh handle from now on.
+        unsafe { self.inner.release(lost, mapped.bytes) }?;
+        Ok(true)
+    }
+
+    /// Puts `handle` behind the mapping at `at`, with `between` done while nothing is there.
+    fn back(
+        &self,
+        at: u64,
+        bytes: u64,
+        handle: PhysicalAllocation,
+        between: impl FnOnce() -> Result<(), DriverError>,
+    ) -> Result<(), DriverError> {
+        // SAFETY: it is one mapping, by the book kept here. That live data is cut off is the fault to be found;
+        // memory is reached through calls that fail on unmapped addresses.
+        unsafe { self.inner.unmap(at, bytes) }?;
+        between()?;
+        // SAFETY: the range has just been unmapped.
+        unsafe { self.inner.map(at, handle, bytes) }?;
+        // SAFETY: the mapping has just been made.
+        unsafe { self.inner.set_access(at, bytes) }
+    }
+
+    fn is_early(&self) -> bool {
+        self.fault == Some(Fault::EarlyUnmap)
+    }
+}
+
+impl Backend for InjectBackend {
+    fn kind(&self) -> BackendKind {
+        self.inner.kind()
+    }
+
+    fn capabilities(&self) -> &Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn memory(&self) -> Result<MemoryInfo, DriverError> {
+        self.inner.memory()
+    }
+
+    fn reserve(&self, bytes: u64) -> Result<u64, DriverError> {
+        self.inner.reserve(bytes)
+    }
+
+    unsafe fn unreserve(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.inner.unreserve(address, bytes) }
+    }
+
+    fn create(&self, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
+        let handle = self.inner.create(bytes)?;
+        // A name may come again after its release; it then stands for itself.
+        self.state.lock().renamed.remove(&handle);
+        Ok(handle)
+    }
+
+    unsafe fn map(&self, address: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+        let mut state = self.state.lock();
+        // SAFETY: passed on to the caller.
+        unsafe { self.inner.map(address, state.inner(handle), bytes) }?;
+        state.mappings.insert(address, Mapped { handle, bytes });
+        Ok(())
+    }
+
+    unsafe fn set_access(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.inner.set_access(address, bytes) }?;
+        self.mapped(address)
+    }
+
+    unsafe fn unmap(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.inner.unmap(address, bytes) }?;
+        self.state.lock().mappings.remove(&address);
+        Ok(())
+    }
+
+    unsafe fn release(&self, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+        let inner = self.state.lock().inner(handle);
+        // SAFETY: passed on to the caller.
+        unsafe { self.inner.release(inner, bytes) }
+    }
+
+    unsafe fn relocate(&self, from: u64, to: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+        let mut state = self.state.lock();
+        // SAFETY: passed on to the caller.
+        unsafe { self.inner.relocate(from, to, state.inner(handle), bytes) }?;
+        state.mappings.remove(&from);
+        state.mappings.insert(to, Mapped { handle, bytes });
+        drop(state);
+        self.mapped(to)
+    }
+
+    fn stream_key(&self, stream: StreamId) -> Result<u64, Error> {
+        self.inner.stream_key(stream)
+    }
+
+    fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
+        self.inner.record(scope)
+    }
+
+    fn is_done(&self, event: &Event) -> Result<bool, DriverError> {
+        if self.is_early() { Ok(true) } else { self.inner.is_done(event) }
+    }
+
+    fn wait(&self, event: &Event, limit: Duration) -> Result<bool, DriverError> {
+        if self.is_early() {
+            return Ok(true);
+        }
+        let done = self.inner.wait(event, limit);
+        self.clock_moved();
+        done
+    }
+
+    fn stream_wait(&self, stream: StreamId, event: &Event) -> Result<(), DriverError> {
+        self.inner.stream_wait(stream, event)?;
+        if let Some(hook) = &self.on_stream_wait {
+            hook(stream);
+        }
+        Ok(())
+    }
+
+    fn recycle(&self, event: Event) {
+        self.inner.recycle(event);
+    }
+
+    fn quiesce(&self) -> Result<(), DriverError> {
+        if self.is_early() {
+            return Ok(());
+        }
+        let done = self.inner.quiesce();
+        self.clock_moved();
+        done
+    }
+
+    fn is_capturing(&self, stream: StreamId) -> bool {
+        self.inner.is_capturing(stream)
+    }
+
+    fn now(&self) -> Duration {
+        self.inner.now()
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::backend::timeline::Timeline;
+    use crate::error::DriverCall;
+    use crate::units::GRANULE;
+
+    /// Memory by handle and offset, bytes that were never written being zero.
+    #[derive(Debug, Default)]
+    struct Pages {
+        handles: HashMap<u64, HashMap<u64, u8>>,
+        mappings: BTreeMap<u64, (u64, u64)>,
+        next: u64,
+    }
+
+    /// A backend with a tiny memory of its own.
+    #[derive(Debug, Default)]
+    pub(crate) struct FakeBackend {
+        pages: Mutex<Pages>,
+        clock: Timeline,
+        capabilities: Capabilities,
+    }
+
+    impl FakeBackend {
+        pub(crate) fn new(clock: &Timeline) -> Self {
+            Self { clock: clock.clone(), ..Self::default() }
+        }
+
+        fn place(pages: &Pages, address: u64) -> Option<(u64, u64)> {
+            let (at, (handle, bytes)) = pages.mappings.range(..=address).next_back()?;
+            (address - at < *bytes).then_some((*handle, address - at))
+        }
+
+        pub(crate) fn get(&self, address: u64) -> Option<u8> {
+            let pages = self.pages.lock();
+            let (handle, offset) = Self::place(&pages, address)?;
+            Some(pages.handles[&handle].get(&offset).copied().unwrap_or(0))
+        }
+
+        pub(crate) fn put(&self, address: u64, byte: u8) -> Option<()> {
+            let mut pages = self.pages.lock();
+            let (handle, offset) = Self::place(&pages, address)?;
+            pages.handles.get_mut(&handle)?.insert(offset, byte);
+            Some(())
+        }
+    }
+
+    impl Backend for FakeBackend {
+        fn kind(&self) -> BackendKind {
+            BackendKind::Host
+        }
+        fn capabilities(&self) -> &Capabilities {
+            &self.capabilities
+        }
+        fn memory(&self) -> Result<MemoryInfo, DriverError> {
+            Ok(MemoryInfo { free: u64::MAX, total: u64::MAX })
+        }
+        fn reserve(&self, _bytes: u64) -> Result<u64, DriverError> {
+            Ok(GRANULE)
+        }
+        unsafe fn unreserve(&self, _address: u64, _bytes: u64) -> Result<(), DriverError> {
+            Ok(())
+        }
+        fn create(&self, _bytes: u64) -> Result<PhysicalAllocation, DriverError> {
+            let mut pages = self.pages.lock();
+            pages.next += 1;
+            let handle = pages.next;
+            pages.handles.insert(handle, HashMap::new());
+            Ok(PhysicalAllocation(handle))
+        }
+        unsafe fn map(&self, address: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+            let mut pages = self.pages.lock();
+            assert!(pages.handles.contains_key(&handle.0));
+            assert_eq!(pages.mappings.insert(address, (handle.0, bytes)), None);
+            Ok(())
+        }
+        unsafe fn set_access(&self, _address: u64, _bytes: u64) -> Result<(), DriverError> {
+            Ok(())
+        }
+        unsafe fn unmap(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
+            let mapping = self.pages.lock().mappings.remove(&address);
+            let right = mapping.is_some_and(|mapping| mapping.1 == bytes);
+            if right { Ok(()) } else { Err(DriverError::new(DriverCall::Unmap, "no such mapping")) }
+        }
+        unsafe fn release(&self, _handle: PhysicalAllocation, _bytes: u64) -> Result<(), DriverError> {
+            Ok(())
+        }
+        fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
+            Ok(self.clock.record(scope))
+        }
+        fn is_done(&self, event: &Event) -> Result<bool, DriverError> {
+            Ok(self.clock.is_done(event))
+        }
+        fn wait(&self, event: &Event, limit: Duration) -> Result<bool, DriverError> {
+            Ok(self.clock.wait(event, limit))
+        }
+        fn stream_wait(&self, stream: StreamId, event: &Event) -> Result<(), DriverError> {
+            self.clock.stream_wait(stream, event);
+            Ok(())
+        }
+        fn recycle(&self, event: Event) {
+            self.clock.recycle(event);
+        }
+        fn quiesce(&self) -> Result<(), DriverError> {
+            self.clock.quiesce();
+            Ok(())
+        }
+        fn now(&self) -> Duration {
+            self.clock.now()
+        }
+    }
+
+    /// Maps `count` granules with their number written at the start; what is found there afterwards.
+    fn marks(fault: Option<Fault>, count: u64) -> (Vec<u8>, u64) {
+        let fake = Arc::new(FakeBackend::default());
+        let backend = InjectBackend::new(fake.clone(), fault);
+        for number in 1..=count {
+            let handle = backend.create(GRANULE).unwrap();
+            // SAFETY: each granule is mapped once.
+            unsafe { backend.map(number * GRANULE, handle, GRANULE) }.unwrap();
+            // SAFETY: it was mapped in the line above.
+            unsafe { backend.set_access(number * GRANULE, GRANULE) }.unwrap();
+            fake.put(number * GRANULE, number as u8).unwrap();
+        }
+        let found = (1..=count).map(|number| fake.get(number * GRANULE).unwrap()).collect();
+        (found, backend.injected())
+    }
+
+    #[test]
+    fn faults_hit_mappings_that_hold_data() {
+        assert_eq!(marks(None, 5), (vec![1, 2, 3, 4, 5], 0));
+        assert_eq!(marks(Some(Fault::Swap), 5), (vec![2, 1, 3, 4, 5], 1));
+        assert_eq!(marks(Some(Fault::Lost), 5), (vec![0, 2, 3, 4, 5], 1));
+        assert_eq!(marks(Some(Fault::Lost), 40).1, 3);
+        assert_eq!(marks(Some(Fault::EarlyUnmap), 5), (vec![1, 2, 3, 4, 5], 0));
+    }
+
+    #[test]
+    fn names_follow_the_memory_after_a_fault() {
+        let fake = Arc::new(FakeBackend::default());
+        let backend = InjectBackend::new(fake.clone(), Some(Fault::Swap));
+        let handles: Vec<_> = (0..4).map(|_| backend.create(GRANULE).unwrap()).collect();
+        for (number, handle) in (1..).zip(&handles) {
+            // SAFETY: each granule is mapped once.
+            unsafe { backend.map(number * GRANULE, *handle, GRANULE) }.unwrap();
+            // SAFETY: it was mapped in the line above.
+            unsafe { backend.set_access(number * GRANULE, GRANULE) }.unwrap();
+        }
+        assert_eq!(backend.injected(), 1);
+        fake.put(GRANULE, 77).unwrap();
+        // SAFETY: granule 1 is mapped, granule 9 is not.
+        unsafe { backend.relocate(GRANULE, 9 * GRANULE, handles[0], GRANULE) }.unwrap();
+        assert_eq!((fake.get(9 * GRANULE), fake.get(GRANULE)), (Some(77), None));
+    }
+
+    #[test]
+    fn early_events_and_clock_hooks() {
+        let clock = Timeline::new(Duration::from_millis(1));
+        let backend = InjectBackend::new(Arc::new(FakeBackend::new(&clock)), Some(Fault::EarlyUnmap));
+        let event = backend.record(EventScope::Context).unwrap();
+        assert_eq!((backend.is_done(&event), clock.is_done(&event)), (Ok(true), false));
+        backend.recycle(event);
+        let calls = Arc::new(Mutex::new(0));
+        let counter = calls.clone();
+        let backend =
+            InjectBackend::new(Arc::new(FakeBackend::new(&clock)), None).on_clock(move || *counter.lock() += 1);
+        let event = backend.record(EventScope::Context).unwrap();
+        assert_eq!(backend.is_done(&event), Ok(false));
+        assert_eq!(backend.wait(&event, Duration::from_secs(1)), Ok(true));
+        assert_eq!((*calls.lock(), clock.now()), (1, Duration::from_millis(1)));
+        backend.recycle(event);
+    }
+}
