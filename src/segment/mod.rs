@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub(crate) mod bins;
+mod merge;
 pub(crate) mod nodes;
 
 use crate::units::{UNITS_PER_GRANULE, granule_ceil, granule_floor};
