@@ -10,8 +10,8 @@ use crate::error::{DriverError, Error, OutOfMemory, Result};
 use crate::plan::place::{self, Request};
 use crate::plan::source::{self, Terms};
 use crate::plan::{Placement, Supply, Victim};
-use crate::segment::Segment;
 use crate::segment::nodes::Kind;
+use crate::segment::{Segment, Stamp};
 use crate::units::{GIB, GRANULE, UNIT, UNITS_PER_GRANULE};
 use parking_lot::MutexGuard;
 use std::sync::atomic::Ordering::Relaxed;
@@ -43,6 +43,7 @@ impl Inner {
             let refusal = {
                 let mut slow = self.slow.lock();
                 self.housekeep(&mut slow);
+                self.obey_limit(&mut slow);
                 match self.obtain(&mut slow, wanted)? {
                     Rung::Served(block) => return Ok(block),
                     Rung::Nothing(refusal) => refusal,
@@ -61,7 +62,8 @@ impl Inner {
                 }
             }
             let elapsed = (self.driver.backend().now().saturating_sub(clock)).max(started.elapsed());
-            if elapsed < self.config.wait_limit && self.wait_for_progress(SLICE.max(elapsed / 8)) {
+            let hopeless = self.counters.live().saturating_add(wanted.bytes) > self.limit.load(Relaxed);
+            if !hopeless && elapsed < self.config.wait_limit && self.wait_for_progress(SLICE.max(elapsed / 8)) {
                 if !waited {
                     waited = true;
                     self.counters.host_waits.fetch_add(1, Relaxed);
@@ -107,7 +109,11 @@ impl Inner {
             }
         }
         for one in ready {
-            self.segment(one.segment).free(one.node, one.stamp, passed);
+            let mut segment = self.segment(one.segment);
+            // The stream may have been retired since: then the block is nobody's.
+            let stamp = Stamp { owner: segment.nodes[one.node].owner, ..one.stamp };
+            segment.free(one.node, stamp, passed);
+            drop(segment);
             one.events.into_iter().for_each(|event| backend.recycle(event));
         }
     }
@@ -123,6 +129,10 @@ impl Inner {
                 return Ok(Rung::Served(block));
             }
             let Some((segment, placement, supply)) = self.plan(slow, segment, wanted, cap)? else {
+                // A handle behind free blocks of several streams can move once they are one block.
+                if self.merge_passed() {
+                    continue;
+                }
                 return Ok(Rung::Nothing(refusal));
             };
             match self.execute(slow, segment, wanted, &placement, &supply) {
@@ -176,7 +186,8 @@ impl Inner {
             rungs.push((hard, false, false));
             rungs.extend(moves.then_some((hard, true, false)));
         }
-        rungs.push((hard, moves, true));
+        // Above a limit that was lowered, nothing is created for what is released.
+        rungs.extend((reserved <= cap).then_some((hard, moves, true)));
         for (budget, moves, rechunk) in rungs {
             let victims = if moves || rechunk {
                 found.get_or_insert_with(|| self.victims(slow, &segment, wanted, keep.clone())).clone()
@@ -246,7 +257,8 @@ impl Inner {
                 let size = self.reserve_bytes();
                 let least =
                     bytes.checked_mul(2).ok_or(Error::AddressSpace { requested: wanted.bytes, reserved: size })?;
-                self.space.reserve(&self.driver, size, least)?;
+                let full = Error::AddressSpace { requested: wanted.bytes, reserved: self.space.bytes() };
+                self.space.reserve(&self.driver, size, least).map_err(|_| full)?;
                 take().ok_or(Error::AddressSpace { requested: wanted.bytes, reserved: self.space.bytes() })?
             }
         };
