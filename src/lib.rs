@@ -1,9 +1,9 @@
 //! xseg: an allocator for GPU memory that owns addresses and physical memory separately.
 pub mod backend;
 mod bits;
-pub mod conf;
 #[cfg(feature = "cuda")]
 mod buffer;
+pub mod conf;
 pub mod config;
 mod epoch;
 pub mod error;
@@ -11,9 +11,9 @@ mod heap;
 mod lookup;
 mod physical;
 mod plan;
-mod segment;
 #[cfg(feature = "cli")]
 pub mod replay;
+mod segment;
 #[cfg(feature = "cli")]
 pub mod trace;
 pub mod units;
