@@ -42,6 +42,9 @@ impl Inner {
         loop {
             let refusal = {
                 let mut slow = self.slow.lock();
+                if self.shut.load(Relaxed) {
+                    return Err(Error::ShutDown);
+                }
                 self.housekeep(&mut slow);
                 self.obey_limit(&mut slow);
                 match self.obtain(&mut slow, wanted)? {
@@ -340,7 +343,12 @@ impl Inner {
         for event in &first.events {
             let _ = backend.wait(event, slice);
         }
-        self.pending.lock().push(first);
+        let mut pending = self.pending.lock();
+        if self.shut.load(Relaxed) {
+            first.events.into_iter().for_each(|event| backend.recycle(event));
+        } else {
+            pending.push(first);
+        }
         true
     }
 

@@ -243,10 +243,14 @@ impl Inner {
                     Err(error) => report("a mapping stays", error),
                 }
             }
-            if let Err(error) = self.driver.release(handle.token, bytes) {
-                report("a handle stays", error);
+            match self.driver.release(handle.token, bytes) {
+                Ok(()) => slow.physical.released(id),
+                Err(error) => report("a handle stays", error),
             }
         }
+        slow.physical.forget_cache();
+        // A callback may hold this heap.
+        self.callbacks.lock().clear();
         self.counters.teardown_nanos.fetch_add(self.driver.nanos() - before, Relaxed);
         for reservation in self.space.reservations() {
             if let Err(error) = self.driver.unreserve(reservation.address, reservation.bytes) {
