@@ -29,8 +29,32 @@ pub struct Lab {
 
 enum Device {
     Sim(Arc<SimBackend>),
-    Host(Arc<HostBackend>),
+    Host(Orderly),
 }
+
+/// A host device that must hold nothing when its heap is gone; `sim` sees to that itself.
+struct Orderly(Arc<HostBackend>);
+
+impl Drop for Orderly {
+    fn drop(&mut self) {
+        let leaks = self.0.leaks();
+        assert!(std::thread::panicking() || leaks.is_empty(), "left behind: {leaks}");
+    }
+}
+
+/// Makes tests of functions over [`Make`], one on each backend.
+macro_rules! on_each_backend {
+    ($($name:ident),* $(,)?) => {
+        mod on_sim {
+            $(#[test] fn $name() { super::$name(super::support::sim) })*
+        }
+        mod on_host {
+            $(#[test] fn $name() { super::$name(super::support::host) })*
+        }
+    };
+}
+#[allow(unused_imports, reason = "each test file uses its own part")]
+pub(crate) use on_each_backend;
 
 /// A heap on a simulated device without bound.
 pub fn sim(conf: &str) -> Lab {
@@ -50,7 +74,7 @@ pub fn host(conf: &str) -> Lab {
     let options = HostOptions { timeline: Some(time.clone()), ..HostOptions::default() };
     let device = Arc::new(HostBackend::new(options).unwrap());
     let heap = Heap::builder().conf(conf).unwrap().backend(device.clone()).build().unwrap();
-    Lab { heap, time, device: Device::Host(device) }
+    Lab { heap, time, device: Device::Host(Orderly(device)) }
 }
 
 impl Lab {
@@ -70,7 +94,7 @@ impl Lab {
         match &self.device {
             Device::Sim(sim) => sim.queue_work(stream, address, bytes, length),
             Device::Host(host) => {
-                assert!(host.is_mapped(address, bytes), "work on {address:#x}, which is not mapped");
+                assert!(host.0.is_mapped(address, bytes), "work on {address:#x}, which is not mapped");
                 self.time.queue(stream, length);
             }
         }
