@@ -10,7 +10,7 @@ use crate::backend::{Backend, Event, EventScope, StreamId};
 use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 /// Closed epochs kept waiting at most; beyond that, an epoch stays open longer instead.
 const PENDING_MAX: usize = 256;
@@ -24,11 +24,18 @@ pub(crate) struct Epochs {
     open: AtomicU32,
     passed: AtomicU32,
     pending: Mutex<VecDeque<(u32, Closing)>>,
+    /// After shutdown no event is recorded any more; written under the lock of `pending`.
+    ended: AtomicBool,
 }
 
 impl Default for Epochs {
     fn default() -> Self {
-        Self { open: AtomicU32::new(1), passed: AtomicU32::new(0), pending: Mutex::default() }
+        Self {
+            open: AtomicU32::new(1),
+            passed: AtomicU32::new(0),
+            pending: Mutex::default(),
+            ended: AtomicBool::new(false),
+        }
     }
 }
 
@@ -48,7 +55,7 @@ impl Epochs {
     /// itself; a later one covers it.
     pub(crate) fn close(&self, backend: &dyn Backend, streams: impl Fn() -> Vec<StreamId>) {
         let mut pending = self.pending.lock();
-        if pending.len() >= PENDING_MAX {
+        if pending.len() >= PENDING_MAX || self.ended.load(Ordering::Relaxed) {
             return;
         }
         let epoch = self.open.fetch_add(1, Ordering::SeqCst);
@@ -96,9 +103,11 @@ impl Epochs {
         self.pending.lock().back().map(|(epoch, events)| (*epoch, events.clone()))
     }
 
-    /// Gives all events back (at shutdown).
+    /// Gives all events back (at shutdown); no epoch is closed afterwards.
     pub(crate) fn clear(&self, backend: &dyn Backend) {
-        for (_, events) in self.pending.lock().drain(..) {
+        let mut pending = self.pending.lock();
+        self.ended.store(true, Ordering::Relaxed);
+        for (_, events) in pending.drain(..) {
             recycle(backend, events);
         }
     }

@@ -115,6 +115,11 @@ impl Physical {
         }
     }
 
+    /// Forgets which handles are cached: at shutdown all of them are released.
+    pub(crate) fn forget_cache(&mut self) {
+        self.cache.clear();
+    }
+
     /// Notes a created handle.
     pub(crate) fn created(&mut self, token: PhysicalAllocation, granules: u32) -> HandleId {
         self.reserved += u64::from(granules);

@@ -79,7 +79,7 @@ impl State {
         }
         self.injected += 1;
         let why = format!("made to fail, counted call {}", self.counted);
-        Some(DriverError { call, reason: why, out_of_memory: self.plan.out_of_memory })
+        Some(if self.plan.out_of_memory { DriverError::out_of_memory(call, why) } else { DriverError::new(call, why) })
     }
 }
 

@@ -232,6 +232,12 @@ impl SimBackend {
         self.state.lock().reservations.len()
     }
 
+    /// Handles, mappings and reservations that exist.
+    #[must_use]
+    pub fn counts(&self) -> (usize, usize, usize) {
+        (self.handle_count(), self.mapping_count(), self.reservation_count())
+    }
+
     /// Bytes of physical memory that exist, whether mapped or not.
     #[must_use]
     pub fn memory_in_use(&self) -> u64 {

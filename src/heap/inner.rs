@@ -239,7 +239,12 @@ impl Inner {
         let backend = self.driver.backend();
         let mut events = Vec::with_capacity(streams.len());
         let mut refused = false;
+        // Held while recording, so that a shutdown finds every event that there is.
+        let mut pending = self.pending.lock();
         for stream in streams {
+            if self.shut.load(Relaxed) {
+                break;
+            }
             match backend.record(EventScope::Stream(stream)) {
                 Ok(event) => events.push(event),
                 Err(error) => {
@@ -248,7 +253,7 @@ impl Inner {
                 }
             }
         }
-        self.pending.lock().push(Pending { segment, node, stamp, events, refused });
+        pending.push(Pending { segment, node, stamp, events, refused });
     }
 
     /// Declares that work queued on `stream` up to the free uses the block.

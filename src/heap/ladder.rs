@@ -11,8 +11,8 @@ use crate::plan::place::{self, Request};
 use crate::plan::source::{self, Terms};
 use crate::plan::{Placement, Supply, Victim};
 use crate::policy;
-use crate::segment::Segment;
 use crate::segment::nodes::Kind;
+use crate::segment::{Segment, Stamp};
 use crate::units::{GIB, GRANULE, UNIT, UNITS_PER_GRANULE};
 use parking_lot::MutexGuard;
 use std::sync::atomic::Ordering::Relaxed;
@@ -53,7 +53,11 @@ impl Inner {
         loop {
             let refusal = {
                 let mut slow = self.slow.lock();
+                if self.shut.load(Relaxed) {
+                    return Err(Error::ShutDown);
+                }
                 self.housekeep(&mut slow);
+                self.obey_limit(&mut slow);
                 match self.obtain(&mut slow, wanted)? {
                     Rung::Served(block) => return Ok(block),
                     Rung::Nothing(refusal) => refusal,
@@ -72,7 +76,8 @@ impl Inner {
                 }
             }
             let elapsed = (self.driver.backend().now().saturating_sub(clock)).max(started.elapsed());
-            if elapsed < self.config.wait_limit && self.wait_for_progress(SLICE.max(elapsed / 8)) {
+            let hopeless = self.counters.live().saturating_add(wanted.bytes) > self.limit.load(Relaxed);
+            if !hopeless && elapsed < self.config.wait_limit && self.wait_for_progress(SLICE.max(elapsed / 8)) {
                 if !waited {
                     waited = true;
                     self.counters.host_waits.fetch_add(1, Relaxed);
@@ -98,6 +103,15 @@ impl Inner {
         self.reap(slow);
     }
 
+    /// Waits for the device, where page tables may not be edited beside running kernels. Only then is
+    /// the driver lock held while waiting: nobody may edit meanwhile.
+    fn quiesce_device(&self) -> Result<()> {
+        self.close_epoch();
+        self.driver.backend().quiesce()?;
+        self.epochs.poll(self.driver.backend());
+        Ok(())
+    }
+
     /// Frees blocks whose declared uses have completed.
     pub(crate) fn settle_pending(&self) {
         let backend = self.driver.backend();
@@ -118,7 +132,11 @@ impl Inner {
             }
         }
         for one in ready {
-            self.segment(one.segment).free(one.node, one.stamp, passed);
+            let mut segment = self.segment(one.segment);
+            // The stream may have been retired since: then the block is nobody's.
+            let stamp = Stamp { owner: segment.nodes[one.node].owner, ..one.stamp };
+            segment.free(one.node, stamp, passed);
+            drop(segment);
             one.events.into_iter().for_each(|event| backend.recycle(event));
         }
     }
@@ -133,9 +151,16 @@ impl Inner {
             if let Some(block) = self.take_fitting(&mut segment, wanted, true) {
                 return Ok(Rung::Served(block));
             }
+            if self.quiesce {
+                drop(segment);
+                self.quiesce_device()?;
+                segment = self.segment(wanted.segment);
+            }
             let (segment, placement, supply) = match self.plan(slow, segment, wanted, cap)? {
                 Found::Plan(segment, placement, supply) => (segment, placement, supply),
                 Found::Fitting(block) => return Ok(Rung::Served(block)),
+                // A handle behind free blocks of several streams can move once they are one block.
+                Found::Nothing if self.merge_passed() => continue,
                 Found::Nothing => return Ok(Rung::Nothing(refusal)),
             };
             match self.execute(slow, segment, wanted, &placement, &supply) {
@@ -189,7 +214,8 @@ impl Inner {
             rungs.push((hard, false, false));
             rungs.extend(moves.then_some((hard, true, false)));
         }
-        rungs.push((hard, moves, true));
+        // Above a limit that was lowered, nothing is created for what is released.
+        rungs.extend((reserved <= cap).then_some((hard, moves, true)));
         for (rung, (budget, moves, rechunk)) in rungs.into_iter().enumerate() {
             if rung == 1 {
                 // Before anything moves, huge blocks are cut after all.
@@ -274,7 +300,8 @@ impl Inner {
                 let size = self.reserve_bytes();
                 let least =
                     bytes.checked_mul(2).ok_or(Error::AddressSpace { requested: wanted.bytes, reserved: size })?;
-                self.space.reserve(&self.driver, size, least)?;
+                let full = Error::AddressSpace { requested: wanted.bytes, reserved: self.space.bytes() };
+                self.space.reserve(&self.driver, size, least).map_err(|_| full)?;
                 take().ok_or(Error::AddressSpace { requested: wanted.bytes, reserved: self.space.bytes() })?
             }
         };
@@ -356,7 +383,12 @@ impl Inner {
         for event in &first.events {
             let _ = backend.wait(event, slice);
         }
-        self.pending.lock().push(first);
+        let mut pending = self.pending.lock();
+        if self.shut.load(Relaxed) {
+            first.events.into_iter().for_each(|event| backend.recycle(event));
+        } else {
+            pending.push(first);
+        }
         true
     }
 

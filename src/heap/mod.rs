@@ -110,7 +110,8 @@ impl HeapBuilder {
             RemapMode::Auto => !backend.capabilities().concurrent_remap,
         };
         let warmup = self.config.warmup;
-        let inner = Inner::new(Driver::new(backend), self.config, round_down(limit, GRANULE), quiesce);
+        let limit = if limit == u64::MAX { limit } else { round_down(limit, GRANULE) };
+        let inner = Inner::new(Driver::new(backend), self.config, limit, quiesce);
         inner.space.reserve(&inner.driver, inner.reserve_bytes(), GIB)?;
         let heap = Heap { inner: Arc::new(inner) };
         if warmup > 0 {

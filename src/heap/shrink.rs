@@ -29,6 +29,7 @@ impl Inner {
     /// Releases idle handles until `keep` bytes are reserved, or none is left. Bytes given back.
     pub(crate) fn trim_to(&self, slow: &mut Slow, keep: u64) -> u64 {
         self.housekeep(slow);
+        self.merge_passed();
         let before = slow.physical.reserved();
         while slow.physical.reserved() > keep {
             let excess = slow.physical.reserved() - keep;
@@ -52,6 +53,36 @@ impl Inner {
             }
         }
         before - slow.physical.reserved()
+    }
+
+    /// Merges what could not be one block when it was freed, in all segments. Says whether anything was.
+    pub(crate) fn merge_passed(&self) -> bool {
+        let passed = self.epochs.passed();
+        self.segment_indices().fold(false, |any, index| self.segment(index).merge_passed(passed) || any)
+    }
+
+    /// Releases idle handles until the limit is kept, also one that is larger than what is too much.
+    pub(crate) fn obey_limit(&self, slow: &mut Slow) {
+        let limit = slow.limit;
+        if slow.physical.reserved() <= limit {
+            return;
+        }
+        self.trim_to(slow, limit);
+        let mut idle = self.idle(slow);
+        idle.sort_by_key(|victim| std::cmp::Reverse(victim.granules));
+        while slow.physical.reserved() > limit {
+            let cached = slow.physical.cached().next().map(|(granules, _)| granules);
+            let gone = match cached.and_then(|granules| slow.physical.take_cached(granules)) {
+                Some(id) => self.release_handle(slow, id).is_ok(),
+                None => match idle.pop() {
+                    Some(victim) => self.give_back(slow, &victim) || !idle.is_empty(),
+                    None => false,
+                },
+            };
+            if !gone {
+                break;
+            }
+        }
     }
 
     /// Unmaps and releases one idle handle.
@@ -80,7 +111,7 @@ impl Inner {
         self.limit.store(bytes, Relaxed);
         if slow.physical.reserved() > bytes {
             self.close_epoch();
-            self.trim_to(&mut slow, bytes);
+            self.obey_limit(&mut slow);
         }
         slow.physical.reserved()
     }
@@ -90,10 +121,12 @@ impl Inner {
         let mut slow = self.slow.lock();
         self.close_epoch();
         self.housekeep(&mut slow);
+        self.obey_limit(&mut slow);
         match self.config.shrink {
             Shrink::Idle(duration) => {
                 let now = u64::try_from(self.driver.backend().now().as_nanos()).unwrap_or(u64::MAX);
                 let after = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
+                self.merge_passed();
                 let idle = self.idle(&slow);
                 slow.idle_since.retain(|handle, (age, _)| idle.iter().any(|v| v.handle == *handle && v.age == *age));
                 for victim in idle {
@@ -210,10 +243,14 @@ impl Inner {
                     Err(error) => report("a mapping stays", error),
                 }
             }
-            if let Err(error) = self.driver.release(handle.token, bytes) {
-                report("a handle stays", error);
+            match self.driver.release(handle.token, bytes) {
+                Ok(()) => slow.physical.released(id),
+                Err(error) => report("a handle stays", error),
             }
         }
+        slow.physical.forget_cache();
+        // A callback may hold this heap.
+        self.callbacks.lock().clear();
         self.counters.teardown_nanos.fetch_add(self.driver.nanos() - before, Relaxed);
         for reservation in self.space.reservations() {
             if let Err(error) = self.driver.unreserve(reservation.address, reservation.bytes) {

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub(crate) mod bins;
+mod merge;
 pub(crate) mod nodes;
 
 use crate::units::{UNITS_PER_GRANULE, granule_ceil, granule_floor};
@@ -346,7 +347,7 @@ impl Segment {
         let mut out = Shared::default();
         let mut counted = u32::MAX;
         let mut live_in_granule: (u32, u32) = (u32::MAX, 0);
-        let mut close = |state: &mut (u32, u32), out: &mut Shared| {
+        let close = |state: &mut (u32, u32), out: &mut Shared| {
             if small && state.0 != u32::MAX && state.1 > 0 && state.1 < UNITS_PER_GRANULE / 4 {
                 out.pinned_by_small += 1;
             }

@@ -132,11 +132,6 @@ impl Nodes {
         self.unused.push(id);
     }
 
-    /// Nodes in use.
-    pub(crate) fn len(&self) -> usize {
-        self.slab.len() - 1 - self.unused.len()
-    }
-
     /// Bytes of metadata held.
     pub(crate) fn bytes(&self) -> usize {
         self.slab.capacity() * size_of::<Node>() + self.unused.capacity() * size_of::<NodeId>()

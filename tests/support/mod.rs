@@ -1,0 +1,163 @@
+//! What the tests of the heap share: a heap on a device whose clock the test drives.
+#![allow(dead_code, reason = "each test file uses its own part")]
+#![allow(unreachable_pub, reason = "a module of several test binaries")]
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+use std::sync::Arc;
+use std::time::Duration;
+use xseg::backend::host::{HostBackend, HostOptions};
+use xseg::backend::sim::{SimBackend, SimOptions};
+use xseg::backend::timeline::Timeline;
+use xseg::error::OutOfMemory;
+use xseg::{Allocation, Error, Heap, StreamId};
+
+pub const S0: StreamId = StreamId(0);
+pub const S1: StreamId = StreamId(1);
+pub const S2: StreamId = StreamId(2);
+pub const MS: Duration = Duration::from_millis(1);
+
+/// Makes a heap with a policy; scenarios take one, so that they run on every backend.
+pub type Make = fn(&str) -> Lab;
+
+/// A heap, its device and the device's clock. Dropped in this order, so that a simulated device
+/// checks that the heap left nothing behind.
+pub struct Lab {
+    pub heap: Heap,
+    pub time: Timeline,
+    device: Device,
+}
+
+enum Device {
+    Sim(Arc<SimBackend>),
+    Host(Orderly),
+}
+
+/// A host device that must hold nothing when its heap is gone; `sim` sees to that itself.
+struct Orderly(Arc<HostBackend>);
+
+impl Drop for Orderly {
+    fn drop(&mut self) {
+        let leaks = self.0.leaks();
+        assert!(std::thread::panicking() || leaks.is_empty(), "left behind: {leaks}");
+    }
+}
+
+/// Makes tests of functions over [`Make`], one on each backend.
+macro_rules! on_each_backend {
+    ($($name:ident),* $(,)?) => {
+        mod on_sim {
+            $(#[test] fn $name() { super::$name(super::support::sim) })*
+        }
+        mod on_host {
+            $(#[test] fn $name() { super::$name(super::support::host) })*
+        }
+    };
+}
+#[allow(unused_imports, reason = "each test file uses its own part")]
+pub(crate) use on_each_backend;
+
+/// A heap on a simulated device without bound.
+pub fn sim(conf: &str) -> Lab {
+    sim_with(conf, SimOptions::default())
+}
+
+pub fn sim_with(conf: &str, options: SimOptions) -> Lab {
+    let time = options.timeline.clone();
+    let device = Arc::new(SimBackend::new(options));
+    let heap = Heap::builder().conf(conf).unwrap().backend(device.clone()).build().unwrap();
+    Lab { heap, time, device: Device::Sim(device) }
+}
+
+/// A heap on host memory of 1 TiB (nominal), on a clock as on `sim`.
+pub fn host(conf: &str) -> Lab {
+    let time = Timeline::default();
+    let options = HostOptions { timeline: Some(time.clone()), ..HostOptions::default() };
+    let device = Arc::new(HostBackend::new(options).unwrap());
+    let heap = Heap::builder().conf(conf).unwrap().backend(device.clone()).build().unwrap();
+    Lab { heap, time, device: Device::Host(Orderly(device)) }
+}
+
+impl Lab {
+    pub fn sim(&self) -> &SimBackend {
+        match &self.device {
+            Device::Sim(sim) => sim,
+            Device::Host(_) => panic!("this test needs the simulated device"),
+        }
+    }
+
+    /// Queues work of a length on a stream; on `sim` the range is then in use until the work is done.
+    pub fn work(&self, stream: StreamId, block: &Allocation, length: Duration) {
+        self.work_at(stream, block.address(), block.size(), length);
+    }
+
+    pub fn work_at(&self, stream: StreamId, address: u64, bytes: u64, length: Duration) {
+        match &self.device {
+            Device::Sim(sim) => {
+                sim.queue_work(stream, address, bytes, length).expect("the range is accessible");
+            }
+            Device::Host(host) => {
+                assert!(host.0.is_mapped(address, bytes), "work on {address:#x}, which is not mapped");
+                self.time.queue(stream, length);
+            }
+        }
+    }
+
+    pub fn alloc(&self, bytes: u64, stream: StreamId) -> Allocation {
+        self.heap.alloc(bytes, stream).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    pub fn reserved(&self) -> u64 {
+        self.heap.stats().reserved
+    }
+
+    /// The heap's invariants hold, and no rule of the driver was broken.
+    #[track_caller]
+    pub fn check(&self) {
+        if let Err(why) = self.heap.check() {
+            panic!("an invariant is broken: {why}");
+        }
+        if let Device::Sim(sim) = &self.device {
+            assert_eq!(sim.violations(), Vec::<String>::new());
+            assert_eq!(sim.memory_in_use(), self.heap.stats().reserved, "the heap counts what the device holds");
+        }
+    }
+
+    /// With all blocks freed: waits for the device, trims, and finds nothing left but `keep`.
+    #[track_caller]
+    pub fn ends_with(&self, keep: u64) {
+        self.time.advance(Duration::from_secs(3600));
+        self.heap.tick();
+        self.heap.trim();
+        self.check();
+        let stats = self.heap.stats();
+        assert_eq!((stats.live_blocks, stats.allocated, stats.requested), (0, 0, 0));
+        assert_eq!((stats.pending, stats.zombie), (0, 0));
+        assert_eq!(stats.reserved, keep);
+    }
+}
+
+/// The fields of an out-of-memory error.
+#[track_caller]
+pub fn out_of_memory<T: std::fmt::Debug>(result: Result<T, Error>) -> OutOfMemory {
+    match result {
+        Err(Error::OutOfMemory(fields)) => *fields,
+        other => panic!("an out-of-memory error was expected, not {other:?}"),
+    }
+}
+
+/// A small generator, so that runs repeat.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    /// Below `end`.
+    pub fn below(&mut self, end: u64) -> u64 {
+        (self.next() >> 16) % end
+    }
+}
