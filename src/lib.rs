@@ -1,6 +1,8 @@
 //! xseg: an allocator for GPU memory that owns addresses and physical memory separately.
 pub mod backend;
 mod bits;
+#[cfg(feature = "cli")]
+pub mod cli;
 pub mod conf;
 pub mod config;
 mod epoch;
@@ -9,9 +11,9 @@ mod heap;
 mod lookup;
 mod physical;
 mod plan;
-mod segment;
 #[cfg(feature = "cli")]
 pub mod replay;
+mod segment;
 #[cfg(feature = "cli")]
 pub mod trace;
 pub mod units;
