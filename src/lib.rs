@@ -3,6 +3,8 @@ pub mod backend;
 mod bits;
 #[cfg(feature = "cuda")]
 mod buffer;
+#[cfg(feature = "cli")]
+pub mod cli;
 pub mod conf;
 pub mod config;
 mod epoch;
