@@ -6,7 +6,7 @@
 #![deny(unsafe_code)]
 
 use crate::backend::timeline::Timeline;
-pub use crate::driver::DriverCalls;
+pub use crate::backend::DriverCalls;
 
 mod blocks;
 mod buddy;
