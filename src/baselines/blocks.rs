@@ -2,6 +2,7 @@
 
 use super::SubjectError;
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 /// What a block is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -12,6 +13,8 @@ pub(super) enum State {
     Used,
     /// Addresses without memory.
     Unmapped,
+    /// Mapped, but the memory serves at another address now.
+    Zombie,
 }
 
 /// A range of one segment. Sizes in bytes.
@@ -23,6 +26,15 @@ pub(super) struct Block {
     /// The list that it is free in (a stream, a pool).
     pub(super) list: u64,
     pub(super) state: State,
+    /// When the work before its last free is done.
+    pub(super) passed: Duration,
+}
+
+impl Block {
+    /// A whole segment.
+    pub(super) fn segment(start: u64, size: u64, list: u64, state: State) -> Self {
+        Self { size, segment: start, list, state, passed: Duration::ZERO }
+    }
 }
 
 /// All blocks of an allocator.
@@ -54,7 +66,7 @@ impl Blocks {
         match block.state {
             State::Free => _ = self.free.insert((block.list, block.size, address)),
             State::Unmapped => _ = self.unmapped.insert((block.list, address)),
-            State::Used => {}
+            State::Used | State::Zombie => {}
         }
         self.all.insert(address, block);
     }
@@ -65,7 +77,7 @@ impl Blocks {
         match block.state {
             State::Free => _ = self.free.remove(&(block.list, block.size, address)),
             State::Unmapped => _ = self.unmapped.remove(&(block.list, address)),
-            State::Used => {}
+            State::Used | State::Zombie => {}
         }
         Some(block)
     }
@@ -132,15 +144,56 @@ impl Blocks {
         if let Some((at, next)) = self.next(start).filter(|(_, next)| same(next)) {
             self.remove(at);
             joined.size += next.size;
+            joined.passed = joined.passed.max(next.passed);
             self.put(start, joined);
         }
         if let Some((at, before)) = self.previous(start).filter(|(_, before)| same(before)) {
             self.remove(start);
             joined.size += before.size;
+            joined.passed = joined.passed.max(before.passed);
             start = at;
             self.put(start, joined);
         }
         start
+    }
+
+    /// [`Blocks::settle`] for a free block whose last work is done at `passed`.
+    pub(super) fn settle_free(&mut self, address: u64, passed: Duration) -> u64 {
+        if let Some(block) = self.all.get_mut(&address) {
+            block.passed = passed;
+        }
+        self.settle(address, State::Free)
+    }
+
+    /// Moves a free block of at least `size` to another list, and leaves what is beyond `size` where it was.
+    pub(super) fn hand_over(&mut self, address: u64, size: u64, list: u64) {
+        let Some(block) = self.remove(address) else { return };
+        if block.size > size {
+            self.put(address + size, Block { size: block.size - size, ..block });
+        }
+        self.put(address, Block { size: block.size.min(size), list, ..block });
+    }
+
+    /// The free block that holds all of this range.
+    pub(super) fn free_around(&self, address: u64, size: u64) -> Option<(u64, Block)> {
+        let (&at, block) = self.all.range(..=address).next_back()?;
+        (block.state == State::Free && at + block.size >= address + size).then_some((at, *block))
+    }
+
+    /// Cuts exactly this range out of the free block around it, for use; whether there was one.
+    pub(super) fn carve(&mut self, address: u64, size: u64) -> bool {
+        let Some((at, block)) = self.free_around(address, size) else { return false };
+        self.remove(at);
+        for (start, end, state) in [
+            (at, address, State::Free),
+            (address, address + size, State::Used),
+            (address + size, at + block.size, State::Free),
+        ] {
+            if start < end {
+                self.put(start, Block { size: end - start, state, ..block });
+            }
+        }
+        true
     }
 
     /// Is the block all of its segment?

@@ -34,7 +34,7 @@ impl Policy for CudaMalloc {
         if found.is_none() {
             found = device.chunk(GRANULE);
             if let Some(segment) = found {
-                self.small.put(segment, Block { size: GRANULE, segment, list: 0, state: State::Free });
+                self.small.put(segment, Block::segment(segment, GRANULE, 0, State::Free));
             }
         }
         let Some(at) = found else { return Ok(None) };

@@ -8,7 +8,6 @@ use super::SubjectError;
 use super::blocks::{Block, Blocks, State};
 use super::device::Device;
 use super::frame::Policy;
-use crate::backend::{EventScope, StreamId};
 use crate::units::{GRANULE, MIB, UNIT, round_up};
 use std::collections::BTreeSet;
 
@@ -30,13 +29,9 @@ impl AsyncPool {
         let others = self.streams.iter().filter(|other| **other != stream);
         let best = others.filter_map(|other| self.blocks.fitting(*other, size).next());
         let at = best.min_by_key(|at| (self.blocks.get(*at).map(|block| block.size), *at))?;
-        let block = self.blocks.remove(at)?;
-        let done = device.timeline.completion(EventScope::Stream(StreamId(block.list)));
-        device.figures.gpu_waits += u64::from(done > device.timeline.now());
-        if block.size > size {
-            self.blocks.put(at + size, Block { size: block.size - size, ..block });
-        }
-        self.blocks.put(at, Block { size, list: stream, ..block });
+        let block = *self.blocks.get(at)?;
+        device.figures.gpu_waits += u64::from(block.passed > device.timeline.now());
+        self.blocks.hand_over(at, size, stream);
         Some(at)
     }
 }
@@ -54,7 +49,7 @@ impl Policy for AsyncPool {
             let Some(bytes) = round_up(size, step).filter(|_| found.is_none()) else { continue };
             found = device.malloc(bytes);
             if let Some(segment) = found {
-                self.blocks.put(segment, Block { size: bytes, segment, list: stream, state: State::Free });
+                self.blocks.put(segment, Block::segment(segment, bytes, stream, State::Free));
             }
         }
         Ok(found.map(|at| (at, self.blocks.take(at, size, |_| true))))
@@ -64,8 +59,9 @@ impl Policy for AsyncPool {
         self.blocks.live(address).map(|block| (block.size, block.list))
     }
 
-    fn give(&mut self, _device: &mut Device, address: u64) -> Result<(), SubjectError> {
-        self.blocks.settle(address, State::Free);
+    fn give(&mut self, device: &mut Device, address: u64) -> Result<(), SubjectError> {
+        let stream = self.blocks.live(address)?.list;
+        self.blocks.settle_free(address, device.passed(stream));
         Ok(())
     }
 

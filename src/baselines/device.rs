@@ -109,6 +109,11 @@ impl Device {
         bytes <= self.room()
     }
 
+    /// When all work queued so far on `stream` is done.
+    pub(super) fn passed(&self, stream: u64) -> Duration {
+        self.timeline.completion(EventScope::Stream(StreamId(stream)))
+    }
+
     /// Lets the host wait until `when`; counted where that is not yet.
     pub(super) fn wait_until(&mut self, when: Duration) {
         if when > self.timeline.now() {
@@ -119,8 +124,8 @@ impl Device {
 
     /// Lets the host wait for all work of `stream`, or of the device.
     pub(super) fn synchronize(&mut self, stream: Option<u64>) {
-        let scope = stream.map_or(EventScope::Context, |id| EventScope::Stream(StreamId(id)));
-        self.wait_until(self.timeline.completion(scope));
+        let all = || self.timeline.completion(EventScope::Context);
+        self.wait_until(stream.map_or_else(all, |id| self.passed(id)));
     }
 
     /// Counts and prices one `cudaMalloc`.
@@ -211,6 +216,32 @@ impl Device {
         unsafe { self.sim.unmap(at, bytes) }?;
         self.count(DriverCall::Unmap, bytes);
         Ok((handle, bytes))
+    }
+
+    /// The handle that is mapped at exactly this address.
+    pub(super) fn mapped(&self, at: u64) -> Result<PhysicalAllocation, SubjectError> {
+        let known = self.mappings.get(&at).map(|(handle, _)| *handle);
+        known.ok_or_else(|| SubjectError::Other(format!("nothing is mapped at {at:#x}")))
+    }
+
+    /// `count` handles of `bytes`, all or none.
+    pub(super) fn create_all(
+        &mut self,
+        count: u64,
+        bytes: u64,
+    ) -> Result<Option<Vec<PhysicalAllocation>>, SubjectError> {
+        let mut handles = Vec::new();
+        for _ in 0..count {
+            if let Some(handle) = self.create(bytes)? {
+                handles.push(handle);
+                continue;
+            }
+            for handle in handles {
+                self.release(handle)?;
+            }
+            return Ok(None);
+        }
+        Ok(Some(handles))
     }
 
     /// Releases a handle that nothing maps.

@@ -33,7 +33,7 @@ impl FirstFit {
         let Some(handle) = device.create(bytes)? else { return Ok(None) };
         device.map(end, handle, bytes)?;
         self.heap = Some((segment, end + bytes));
-        self.blocks.put(end, Block { size: bytes, segment, list: 0, state: State::Free });
+        self.blocks.put(end, Block { segment, ..Block::segment(end, bytes, 0, State::Free) });
         Ok(Some(self.blocks.settle(end, State::Free)))
     }
 }

@@ -6,7 +6,7 @@
 #![deny(unsafe_code)]
 
 use crate::backend::timeline::Timeline;
-pub use crate::driver::DriverCalls;
+pub use crate::backend::DriverCalls;
 
 mod blocks;
 mod buddy;
@@ -16,12 +16,14 @@ mod cuda_malloc_async;
 mod device;
 mod first_fit;
 mod frame;
+mod gmlake;
 mod pending;
 mod size_class;
 mod slab;
 mod tf_bfc;
 mod torch_expandable;
 mod torch_native;
+mod vpmm;
 
 #[cfg(test)]
 mod tests;
@@ -117,6 +119,8 @@ pub const NAMES: &[&str] = &[
     "torch-native",
     "torch-expandable",
     "tf-bfc",
+    "gmlake",
+    "vpmm",
 ];
 
 /// The baseline called `name` on a device with `limit` bytes (no bound where `None`), whose work
@@ -134,6 +138,8 @@ pub fn create(name: &str, limit: Option<u64>, timeline: Timeline) -> Option<Box<
         "torch-native" => frame::subject(device, torch_native::TorchNative::default()),
         "torch-expandable" => frame::subject(device, torch_expandable::TorchExpandable::default()),
         "tf-bfc" => frame::subject(device, tf_bfc::Bfc::default()),
+        "gmlake" => frame::subject(device, gmlake::GmLake::default()),
+        "vpmm" => frame::subject(device, vpmm::Vpmm::default()),
         _ => return None,
     })
 }

@@ -1,7 +1,6 @@
 //! Blocks that were freed while work on other streams still uses them.
 
 use super::device::Device;
-use crate::backend::{EventScope, StreamId};
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
@@ -27,7 +26,7 @@ impl Pending {
     /// At a free: must the block wait for other streams? One event each, as of now.
     pub(super) fn holds(&mut self, device: &Device, address: u64) -> bool {
         let Some(uses) = self.uses.remove(&address) else { return false };
-        let done = uses.iter().map(|id| device.timeline.completion(EventScope::Stream(StreamId(*id)))).max();
+        let done = uses.iter().map(|id| device.passed(*id)).max();
         match done {
             Some(when) if when > device.timeline.now() => {
                 self.waiting.push((when, address));

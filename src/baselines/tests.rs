@@ -148,3 +148,52 @@ fn bfc_doubles_its_regions_and_keeps_close_fits_whole() {
     s.alloc(4 * MIB, 0).unwrap();
     assert_eq!(s.figures().reserved, 16 * MIB);
 }
+
+#[test]
+fn vpmm_maps_free_pages_again_and_creates_only_what_is_missing() {
+    let timeline = Timeline::new(Duration::from_millis(1));
+    let mut s = create("vpmm", Some(16 * MIB), timeline.clone()).unwrap();
+    let blocks: Vec<u64> = [4, 2, 4].iter().map(|mib| s.alloc(mib * MIB, 1).unwrap()).collect();
+    s.free(blocks[0]).unwrap();
+    s.free(blocks[2]).unwrap();
+    s.alloc(10 * MIB, 1).unwrap();
+    let f = s.figures();
+    assert_eq!((f.handles_moved, f.bytes_moved, f.calls.create, f.reserved), (4, 8 * MIB, 6, 12 * MIB));
+    assert_eq!((f.calls.unmap, f.gpu_waits), (0, 0));
+    // The old addresses go at the first call after their work.
+    timeline.advance(Duration::from_millis(2));
+    s.alloc(2 * MIB, 2).unwrap();
+    assert_eq!(s.figures().calls.unmap, 4);
+    // Another stream takes a page whose work is not done by waiting on the device.
+    s.free(blocks[1]).unwrap();
+    s.alloc(4 * MIB, 2).unwrap();
+    assert_eq!((s.figures().gpu_waits, s.figures().host_waits, s.figures().reserved), (1, 0, 16 * MIB));
+}
+
+#[test]
+fn gmlake_stitches_large_requests_and_keeps_the_stitches() {
+    let mut s = create("gmlake", Some(GIB), Timeline::default()).unwrap();
+    let blocks: Vec<u64> = [300, 100, 300].iter().map(|mib| s.alloc(mib * MIB, 1).unwrap()).collect();
+    s.free(blocks[0]).unwrap();
+    s.free(blocks[2]).unwrap();
+    let wide = s.alloc(600 * MIB, 1).unwrap();
+    let f = s.figures();
+    assert_eq!((f.handles_joined, f.reserved, f.calls.create, f.calls.unmap), (300, 700 * MIB, 350, 0));
+    assert!(s.free(blocks[0]).is_err());
+    s.free(wide).unwrap();
+    // Again without a call; and its parts serve on their own.
+    assert_eq!(s.alloc(600 * MIB, 1).unwrap(), wide);
+    s.free(wide).unwrap();
+    assert_eq!(s.alloc(300 * MIB, 1).unwrap(), blocks[0]);
+    assert_eq!(s.figures().calls.map, f.calls.map);
+    // A stitched range is not cut: two thirds of this one are used, and all of it is taken.
+    s.free(blocks[0]).unwrap();
+    assert_eq!(s.alloc(400 * MIB, 1).unwrap(), wide);
+    assert_eq!(s.figures().allocated, 700 * MIB);
+    // Below the limit for stitching it grows, after the unused ranges went.
+    s.free(wide).unwrap();
+    s.free(blocks[1]).unwrap();
+    s.alloc(580 * MIB, 2).unwrap();
+    let f = s.figures();
+    assert_eq!((f.retries, f.handles_joined, f.reserved), (1, 300, 580 * MIB));
+}

@@ -48,7 +48,7 @@ impl Bfc {
         if !doubled {
             self.region = self.region.checked_mul(2)?;
         }
-        self.blocks.put(segment, Block { size: bytes, segment, list: 0, state: State::Free });
+        self.blocks.put(segment, Block::segment(segment, bytes, 0, State::Free));
         Some(segment)
     }
 }

@@ -68,7 +68,7 @@ impl TorchExpandable {
             return Err(SubjectError::OutOfMemory(size));
         }
         let segment = device.reserve(bytes)?;
-        self.blocks.put(segment, Block { size: bytes, segment, list, state: State::Unmapped });
+        self.blocks.put(segment, Block::segment(segment, bytes, list, State::Unmapped));
         Ok(segment)
     }
 
@@ -77,18 +77,7 @@ impl TorchExpandable {
     fn map(&mut self, device: &mut Device, at: u64, size: u64) -> Result<Option<u64>, SubjectError> {
         let Some(block) = self.blocks.get(at).copied() else { return Ok(None) };
         let page = page_of(block.list);
-        let mut handles = Vec::new();
-        for _ in 0..size.div_ceil(page) {
-            match device.create(page)? {
-                Some(handle) => handles.push(handle),
-                None => {
-                    for handle in handles {
-                        device.release(handle)?;
-                    }
-                    return Ok(None);
-                }
-            }
-        }
+        let Some(handles) = device.create_all(size.div_ceil(page), page)? else { return Ok(None) };
         let bytes = handles.len() as u64 * page;
         for (to, handle) in (at..).step_by(page as usize).zip(handles) {
             device.map(to, handle, page)?;

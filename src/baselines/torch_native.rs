@@ -36,7 +36,7 @@ impl TorchNative {
         let bytes = segment_size(size);
         let segment = device.malloc(bytes)?;
         let list = list_of(size, stream);
-        self.blocks.put(segment, Block { size: bytes, segment, list, state: State::Free });
+        self.blocks.put(segment, Block::segment(segment, bytes, list, State::Free));
         Some(segment)
     }
 

@@ -1,7 +1,7 @@
 //! The baselines against what the real allocators did on the shipped traces.
 
 use super::*;
-use crate::units::GIB;
+use crate::units::{GIB, GRANULE};
 use std::collections::HashMap;
 
 #[derive(Clone, Copy)]
@@ -118,7 +118,7 @@ fn survey() {
             let start = std::time::Instant::now();
             let plenty = replay(subject, &events, None).unwrap();
             let wall = start.elapsed().as_secs_f64();
-            let tight = replay(subject, &events, Some(peak + peak / 50));
+            let tight = replay(subject, &events, Some(peak * 51 / 50 / GRANULE * GRANULE));
             let ms = tight.map_or(f64::NAN, |f| f.driver_nanos as f64 / 1e6);
             let least = if std::env::var("LEAST").is_ok() { least(subject, &events, peak) } else { 0.0 };
             println!(
