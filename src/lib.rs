@@ -1,5 +1,6 @@
 //! xseg: an allocator for GPU memory that owns addresses and physical memory separately.
 pub mod backend;
+pub mod baselines;
 mod bits;
 #[cfg(feature = "cuda")]
 mod buffer;

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod baseline;
 mod files;
 mod progress;
 mod run;

@@ -1,6 +1,7 @@
 //! From the name of an allocator to one on a backend, ready to replay.
 #![forbid(unsafe_code)]
 
+use super::baseline::Baseline;
 use crate::backend::host::{HostBackend, HostOptions};
 use crate::backend::inject::{Fault, InjectBackend};
 use crate::backend::sim::{SimBackend, SimOptions};
@@ -42,21 +43,35 @@ pub(super) struct Opened {
 
 /// Every allocator by name.
 pub(super) fn names() -> Vec<&'static str> {
-    vec!["xseg"]
+    std::iter::once("xseg").chain(crate::baselines::NAMES.iter().copied()).collect()
 }
 
 /// Opens a backend and an allocator on it.
 pub(super) fn subject_for(request: &Request<'_>) -> Result<Opened, String> {
+    if request.allocator != "xseg" {
+        return baseline_for(request);
+    }
     let ground = Ground::open(request)?;
     let Ground { backend, clock, device, left } = ground;
     let kind = backend.kind();
-    let subject: Box<dyn Subject> = match request.allocator {
-        "xseg" => Box::new(Xseg::new(request.config.clone(), backend, left).map_err(|error| error.to_string())?),
-        other => {
-            return Err(format!("there is no allocator `{other}`; the allocators are {}, all", names().join(", ")));
-        }
-    };
+    let subject = Box::new(Xseg::new(request.config.clone(), backend, left).map_err(|error| error.to_string())?);
     Ok(Opened { subject, clock, device, backend: kind })
+}
+
+/// Opens a baseline, which runs on a simulated device.
+fn baseline_for(request: &Request<'_>) -> Result<Opened, String> {
+    let name = request.allocator;
+    if request.verify || request.fault.is_some() {
+        return Err(format!("--verify and --inject are for xseg; the baseline `{name}` has no memory"));
+    }
+    if !matches!(request.config.backend, BackendChoice::Sim | BackendChoice::Auto) {
+        return Err(format!("the baseline `{name}` runs on a simulated device; give --backend sim"));
+    }
+    let clock = Timeline::new(request.lag);
+    let Some(subject) = Baseline::new(name, limit_of(&request.config), clock.clone()) else {
+        return Err(format!("there is no allocator `{name}`; the allocators are {}, all", names().join(", ")));
+    };
+    Ok(Opened { subject: Box::new(subject), clock: Some(clock), device: None, backend: BackendKind::Sim })
 }
 
 /// The limit in bytes that `config` names, if it names one.
