@@ -255,10 +255,6 @@ impl Device {
         Ok(())
     }
 
-    pub(super) fn figures(&self) -> Figures {
-        self.figures
-    }
-
     /// Gives everything back; modelled nanoseconds of it.
     pub(super) fn teardown(&mut self) -> Result<u64, SubjectError> {
         let before = self.figures.driver_nanos;

@@ -23,6 +23,11 @@ pub(super) trait Policy: std::fmt::Debug + Send {
         false
     }
 
+    /// Nanoseconds of driver calls that are put off until work has passed.
+    fn owed(&self) -> u64 {
+        0
+    }
+
     /// The second try after a flush.
     fn again(&mut self, device: &mut Device, bytes: u64, stream: u64) -> Result<Option<(u64, u64)>, SubjectError> {
         self.alloc(device, bytes, stream)
@@ -95,7 +100,8 @@ impl<P: Policy> Subject for Frame<P> {
     }
 
     fn figures(&self) -> Figures {
-        self.device.figures()
+        let figures = self.device.figures;
+        Figures { driver_nanos: figures.driver_nanos + self.policy.owed(), ..figures }
     }
 
     fn finish(&mut self) -> Result<u64, SubjectError> {

@@ -5,8 +5,8 @@
 //! command line ([`NAMES`]).
 #![deny(unsafe_code)]
 
-use crate::backend::timeline::Timeline;
 pub use crate::backend::DriverCalls;
+use crate::backend::timeline::Timeline;
 
 mod blocks;
 mod buddy;
@@ -18,12 +18,17 @@ mod first_fit;
 mod frame;
 mod gmlake;
 mod pending;
+#[cfg(feature = "cli")]
+mod replayed;
 mod size_class;
 mod slab;
 mod tf_bfc;
 mod torch_expandable;
 mod torch_native;
 mod vpmm;
+
+#[cfg(feature = "cli")]
+pub use replayed::replayable;
 
 #[cfg(test)]
 mod tests;
@@ -57,7 +62,7 @@ pub struct Figures {
     pub peak_reserved: u64,
     /// Driver calls; a `cudaMalloc` counts as a create and a `cudaFree` as a release.
     pub calls: DriverCalls,
-    /// Modelled time in driver calls.
+    /// Modelled time in driver calls, with the unmapping of old addresses that is still to come.
     pub driver_nanos: u64,
     /// Times that the host had to wait for the device.
     pub host_waits: u64,

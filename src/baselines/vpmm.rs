@@ -11,6 +11,8 @@ use super::blocks::{Block, Blocks, State};
 use super::cuda_malloc_async::AsyncPool;
 use super::device::Device;
 use super::frame::Policy;
+use crate::backend::cost;
+use crate::error::DriverCall;
 use crate::units::{GRANULE, round_up};
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -154,6 +156,11 @@ impl Policy for Vpmm {
         let Ok(block) = self.blocks.live(address) else { return self.small.give(device, address) };
         self.blocks.settle_free(address, device.passed(block.list));
         Ok(())
+    }
+
+    fn owed(&self) -> u64 {
+        let bytes = self.zombies.iter().filter_map(|(_, at)| self.blocks.get(*at)).map(|block| block.size);
+        bytes.sum::<u64>() / GRANULE * cost::nanos(DriverCall::Unmap, GRANULE)
     }
 
     fn flush(&mut self, device: &mut Device) -> Result<(), SubjectError> {
