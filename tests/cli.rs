@@ -1,4 +1,5 @@
 //! The `xseg` command as a user runs it: output, exit status, errors that say what to do.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -123,6 +124,25 @@ fn least_is_the_first_of_21_steps() {
     assert_eq!(report["least_factor"].as_f64(), Some(least as f64 / (80 * MIB) as f64));
     let misused = xseg(&["least", &trace, "--limit", "1G"]);
     assert!(misused.status.code() == Some(2) && err(&misused).contains("leave --limit out"));
+}
+
+#[test]
+fn every_allocator_replays_with_the_same_limit() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = file(&folder, "gaps.trace", GAPS);
+    let output = xseg(&["replay", &trace, "--allocator", "all", "--backend", "sim", "--limit", "200MiB", "--json"]);
+    let reports = json(&output);
+    let names: Vec<_> = reports.iter().map(|report| report["allocator"].as_str().unwrap()).collect();
+    assert_eq!((names[0], names.contains(&"torch-expandable")), ("xseg", true));
+    for report in &reports {
+        let name = &report["allocator"];
+        assert_eq!((&report["limit"], &report["backend"]), (&(200 * MIB).into(), &"sim".into()), "{name}");
+        assert_eq!((&report["completed"], report.get("error")), (&true.into(), None), "{name}");
+        assert!((80 * MIB..=200 * MIB).contains(&report["peak_reserved"].as_u64().unwrap()), "{report}");
+        assert!(report["teardown_ms"].as_f64().unwrap() > 0.0, "{report}");
+    }
+    let refused = xseg(&["replay", &trace, "--allocator", "slab", "--backend", "host"]);
+    assert!(refused.status.code() == Some(2) && err(&refused).contains("give --backend sim"));
 }
 
 #[test]

@@ -1,4 +1,5 @@
 //! Traces of every form are read to the same events, and hostile ones end in typed errors.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use proptest::prelude::*;
 use std::io::Write as _;

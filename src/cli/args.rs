@@ -39,7 +39,7 @@ pub(super) struct RunArgs {
     /// Settings over those of `XSEG_CONF`, in the same form: key:value,key:value
     #[arg(long, value_name = "CONF")]
     pub(super) conf: Option<String>,
-    /// Allocator to replay against, or `all`
+    /// Allocator to replay against, or `all`; all but xseg are models of other designs that run on sim
     #[arg(long, value_name = "NAME", default_value = "xseg")]
     pub(super) allocator: String,
     /// Work is done this long after it was queued, in trace time (sim, host)

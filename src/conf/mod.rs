@@ -12,7 +12,7 @@ mod values;
 pub use keys::{KEYS, Key, markdown_table};
 use values::size_text;
 #[cfg(feature = "cli")]
-pub(crate) use values::{Ratio, duration, duration_text, size};
+pub(crate) use values::{Ratio, duration, size};
 
 use crate::config::{Config, SizeOrShare};
 use crate::error::{Error, Result};

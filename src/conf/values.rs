@@ -128,10 +128,10 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
 }
 
 /// A duration in the largest unit up to seconds that divides it: `5s`, `200ms`, `0s`.
-pub(crate) fn duration_text(duration: Duration) -> String {
+pub(super) fn duration_text(duration: Duration) -> String {
     let nanos = duration.as_nanos();
     let units = [(1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us")];
-    match units.iter().find(|(unit, _)| nanos % unit == 0) {
+    match units.iter().find(|(unit, _)| nanos.is_multiple_of(*unit)) {
         Some((unit, name)) => format!("{}{name}", nanos / unit),
         None => format!("{nanos}ns"),
     }

@@ -170,7 +170,7 @@ mod tests {
     #[test]
     fn agrees_with_trying_every_step() {
         for seed in 0..300u64 {
-            let hash = |step: u64| super::super::stamp::mix(step / (1 + seed % 29) ^ (seed << 32));
+            let hash = |step: u64| super::super::stamp::mix((step / (1 + seed % 29)) ^ (seed << 32));
             // The chance to fail falls with the step.
             let fails = |step: u64| hash(step) % 300 > 200 + step / 2;
             assert_eq!(steps(fails).0, by_trying_all(fails), "{seed}");
