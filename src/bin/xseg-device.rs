@@ -72,11 +72,12 @@ fn run(arguments: &Arguments) -> Result<bool, Box<dyn std::error::Error>> {
         eprintln!("xseg-device: {} ({})", section.name, section.what);
         let start = std::time::Instant::now();
         let mut done = (section.run)(&suite).unwrap_or_else(|error| {
-            let mut failed = report::Section::new(section.what);
+            let mut failed = report::Section::default();
             failed.check("the section ran", error.to_string(), false);
             failed
         });
         done.name = section.name.into();
+        done.what = section.what.into();
         done.seconds = start.elapsed().as_secs_f64();
         for check in done.checks.iter().filter(|check| !check.passed) {
             eprintln!("xseg-device: FAILED: {}: {}", check.what, check.found);

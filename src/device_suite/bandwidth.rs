@@ -16,17 +16,17 @@ const LEAST: f64 = 0.98;
 ///
 /// # Errors
 /// When the driver refuses a call.
-pub fn run(suite: &Suite) -> Result<Section, Error> {
+pub(crate) fn run(suite: &Suite) -> Result<Section, Error> {
     let bytes = suite.at_most(suite.choose(8 * GIB, GIB), GIB)?;
-    let mut section = Section::new("Bandwidth");
+    let mut section = Section::default();
     section.text.push(format!(
         "A copy kernel over {} (source and target of this size), GB/s read and written together, median of repeated runs. \
          Layouts: *in order*; *shuffled*: handles created in another order than mapped; *apart*: the target's addresses start 32 GiB \
-         into their reservation; *crossed*: source and target made alternately.",
+         into their reservation; *mixed*: the source in order, the target shuffled and 2 MiB off.",
         units::human(bytes)
     ));
     let plain = plain(suite, bytes)?;
-    let mut table = Table::new(&["handle MiB", "in order", "shuffled", "apart", "crossed", "least / cuMemAlloc"]);
+    let mut table = Table::new(&["handle MiB", "in order", "shuffled", "apart", "mixed", "least / cuMemAlloc"]);
     for size in SIZES {
         let count = (bytes / (size * MIB)) as usize;
         let used = count as u64 * size * MIB;
@@ -85,7 +85,7 @@ fn plain(suite: &Suite, bytes: u64) -> Result<f64, Error> {
 ///
 /// # Safety
 /// Both ranges may be used by the device until this returns.
-pub unsafe fn rate(suite: &Suite, to: u64, from: u64, bytes: u64) -> Result<f64, Error> {
+pub(crate) unsafe fn rate(suite: &Suite, to: u64, from: u64, bytes: u64) -> Result<f64, Error> {
     let stream = suite.backend.create_stream()?;
     let rates = measure(suite, stream, to, from, bytes);
     suite.backend.quiesce()?;

@@ -13,8 +13,8 @@ const SIZES: [u64; 9] = [2, 4, 8, 20, 32, 64, 128, 512, 1024];
 ///
 /// # Errors
 /// When the driver refuses a call.
-pub fn run(suite: &Suite) -> Result<Section, Error> {
-    let mut section = Section::new("Driver calls");
+pub(crate) fn run(suite: &Suite) -> Result<Section, Error> {
+    let mut section = Section::default();
     let mut table = Table::new(&[
         "handle MiB",
         "handles",

@@ -1,4 +1,5 @@
 //! What the backend and the verification kernels promise, checked on the device at hand.
+#![allow(clippy::multiple_unsafe_ops_per_block, reason = "each block argues for one range and its work")]
 
 use super::Suite;
 use super::memory::{Handles, Mapped, Reservation, map};
@@ -13,8 +14,8 @@ use xseg::units::{MIB, human};
 ///
 /// # Errors
 /// When the driver refuses a call.
-pub fn run(suite: &Suite) -> Result<Section, Error> {
-    let mut section = Section::new("Facts");
+pub(crate) fn run(suite: &Suite) -> Result<Section, Error> {
+    let mut section = Section::default();
     let found = suite.backend.capabilities();
     section.text.push(format!(
         "Granularity {}; context events {}; remap beside kernels {}; POSIX-fd export {}; RDMA {}.",

@@ -14,10 +14,10 @@ const SIZES: [u64; 7] = [2, 20, 64, 128, 256, 512, 1024];
 ///
 /// # Errors
 /// When the driver refuses a call.
-pub fn run(suite: &Suite) -> Result<Section, Error> {
+pub(crate) fn run(suite: &Suite) -> Result<Section, Error> {
     let bytes = suite.at_most(suite.growth, GIB)?;
     let rounds = suite.choose(5, 1);
-    let mut section = Section::new("Growth");
+    let mut section = Section::default();
     section.text.push(format!(
         "Growth to {} GiB in one go and giving it back, medians of {rounds} rounds in milliseconds; handles of the given size, the rest in one smaller handle.",
         bytes / GIB
@@ -36,7 +36,7 @@ pub fn run(suite: &Suite) -> Result<Section, Error> {
 }
 
 /// Handles of `size`, and one for what is left.
-pub fn split(bytes: u64, size: u64) -> Vec<u64> {
+pub(crate) fn split(bytes: u64, size: u64) -> Vec<u64> {
     let mut sizes = vec![size; (bytes / size) as usize];
     sizes.extend(Some(bytes % size).filter(|rest| *rest > 0));
     sizes
@@ -62,7 +62,7 @@ fn rounds_of(
 ///
 /// # Errors
 /// When the driver refuses a call.
-pub fn bare(suite: &Suite, sizes: &[u64]) -> Result<(Duration, Duration), Error> {
+pub(crate) fn bare(suite: &Suite, sizes: &[u64]) -> Result<(Duration, Duration), Error> {
     let backend = &suite.backend;
     let range = Reservation::new(suite, sizes.iter().sum())?;
     let mut handles = Handles::new(suite, 0, 0)?;

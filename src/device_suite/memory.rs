@@ -8,10 +8,10 @@ use xseg::backend::{Backend, PhysicalAllocation};
 
 /// Reserved addresses; given back when dropped.
 #[derive(Debug)]
-pub struct Reservation {
+pub(crate) struct Reservation {
     backend: Arc<CudaBackend>,
     /// First address.
-    pub address: u64,
+    pub(crate) address: u64,
     bytes: u64,
 }
 
@@ -20,7 +20,7 @@ impl Reservation {
     ///
     /// # Errors
     /// When the driver refuses.
-    pub fn new(suite: &Suite, bytes: u64) -> Result<Self, Error> {
+    pub(crate) fn new(suite: &Suite, bytes: u64) -> Result<Self, Error> {
         Ok(Self { backend: suite.backend.clone(), address: suite.backend.reserve(bytes)?, bytes })
     }
 }
@@ -35,10 +35,10 @@ impl Drop for Reservation {
 
 /// Handles of one size; released when dropped.
 #[derive(Debug)]
-pub struct Handles {
+pub(crate) struct Handles {
     backend: Arc<CudaBackend>,
     /// The handles.
-    pub all: Vec<PhysicalAllocation>,
+    pub(crate) all: Vec<PhysicalAllocation>,
     size: u64,
 }
 
@@ -47,7 +47,7 @@ impl Handles {
     ///
     /// # Errors
     /// When the driver refuses one; those before it are released.
-    pub fn new(suite: &Suite, size: u64, count: usize) -> Result<Self, Error> {
+    pub(crate) fn new(suite: &Suite, size: u64, count: usize) -> Result<Self, Error> {
         let mut handles = Self { backend: suite.backend.clone(), all: Vec::with_capacity(count), size };
         for _ in 0..count {
             let handle = handles.backend.create(size)?;
@@ -69,9 +69,9 @@ impl Drop for Handles {
 
 /// Handles mapped and accessible in a row; undone when dropped.
 #[derive(Debug)]
-pub struct Mapped {
+pub(crate) struct Mapped {
     /// First address.
-    pub address: u64,
+    pub(crate) address: u64,
     mapped: usize,
     handles: Handles,
     reservation: Reservation,
@@ -82,7 +82,7 @@ impl Mapped {
     ///
     /// # Errors
     /// When the driver refuses; what was done is undone.
-    pub fn new(suite: &Suite, size: u64, order: &[usize], before: u64) -> Result<Self, Error> {
+    pub(crate) fn new(suite: &Suite, size: u64, order: &[usize], before: u64) -> Result<Self, Error> {
         let reservation = Reservation::new(suite, before + size * order.len() as u64)?;
         let handles = Handles::new(suite, size, order.len())?;
         let address = reservation.address + before;
@@ -116,7 +116,7 @@ impl Drop for Mapped {
 ///
 /// # Safety
 /// As [`Backend::map`].
-pub unsafe fn map(backend: &CudaBackend, at: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), Error> {
+pub(crate) unsafe fn map(backend: &CudaBackend, at: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), Error> {
     // SAFETY: the caller's.
     unsafe { backend.map(at, handle, bytes) }?;
     // SAFETY: mapped just now.

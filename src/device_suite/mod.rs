@@ -1,14 +1,14 @@
 //! The sections of the device suite, and what they share.
 
-pub mod bandwidth;
-pub mod cost;
-pub mod facts;
-pub mod growth;
-pub mod memory;
-pub mod remap;
-pub mod report;
+pub(crate) mod bandwidth;
+pub(crate) mod cost;
+pub(crate) mod facts;
+pub(crate) mod growth;
+pub(crate) mod memory;
+pub(crate) mod remap;
+pub(crate) mod report;
 
-pub use report::Report;
+pub(crate) use report::Report;
 
 use report::Section;
 use std::sync::Arc;
@@ -20,17 +20,17 @@ use xseg::backend::cuda::{CudaBackend, CudaOptions, DriverInfo, driver_info};
 use xseg::units::{GIB, round_down};
 
 /// One section: its name on the command line, what it does, and how.
-pub struct Entry {
+pub(crate) struct Entry {
     /// Name on the command line and in the report.
-    pub name: &'static str,
+    pub(crate) name: &'static str,
     /// A line for people.
-    pub what: &'static str,
+    pub(crate) what: &'static str,
     /// Runs it. An error ends the section, not the suite.
-    pub run: fn(&Suite) -> Result<Section, Error>,
+    pub(crate) run: fn(&Suite) -> Result<Section, Error>,
 }
 
 /// All sections in the order in which they run.
-pub const SECTIONS: &[Entry] = &[
+pub(crate) const SECTIONS: &[Entry] = &[
     Entry { name: "facts", what: "what the backend and the kernels promise, checked on this device", run: facts::run },
     Entry { name: "cost", what: "what each driver call costs, by handle size", run: cost::run },
     Entry { name: "growth", what: "growth and its undoing by bare driver calls, by handle size", run: growth::run },
@@ -40,17 +40,17 @@ pub const SECTIONS: &[Entry] = &[
 
 /// The opened device and how much to do.
 #[derive(Debug)]
-pub struct Suite {
+pub(crate) struct Suite {
     /// The device.
-    pub backend: Arc<CudaBackend>,
+    pub(crate) backend: Arc<CudaBackend>,
     /// Kernels on it.
-    pub kernels: Kernels,
+    pub(crate) kernels: Kernels,
     /// The driver and its devices.
-    pub driver: DriverInfo,
+    pub(crate) driver: DriverInfo,
     /// Do less.
-    pub quick: bool,
+    pub(crate) quick: bool,
     /// Bytes to grow to.
-    pub growth: u64,
+    pub(crate) growth: u64,
 }
 
 impl Suite {
@@ -58,7 +58,7 @@ impl Suite {
     ///
     /// # Errors
     /// Without a driver or device, and when it refuses the kernels.
-    pub fn open(device: u32, quick: bool, growth_gib: u64) -> Result<Self, Error> {
+    pub(crate) fn open(device: u32, quick: bool, growth_gib: u64) -> Result<Self, Error> {
         let driver = driver_info()?;
         let backend = Arc::new(CudaBackend::open(device, &CudaOptions::default())?);
         let kernels = Kernels::load(backend.clone())?;
@@ -70,13 +70,13 @@ impl Suite {
     ///
     /// # Errors
     /// When the driver refuses to say what is free.
-    pub fn at_most(&self, bytes: u64, of: u64) -> Result<u64, Error> {
+    pub(crate) fn at_most(&self, bytes: u64, of: u64) -> Result<u64, Error> {
         let free = self.backend.memory()?.free;
         Ok(round_down(bytes.min(free / 10 * 8), of).max(of))
     }
 
     /// `full`, or `quick` in a quick run.
-    pub fn choose<T>(&self, full: T, quick: T) -> T {
+    pub(crate) fn choose<T>(&self, full: T, quick: T) -> T {
         if self.quick { quick } else { full }
     }
 }
@@ -85,25 +85,25 @@ impl Suite {
 ///
 /// # Errors
 /// `call`'s.
-pub fn timed<T, E>(call: impl FnOnce() -> Result<T, E>) -> Result<(T, Duration), E> {
+pub(crate) fn timed<T, E>(call: impl FnOnce() -> Result<T, E>) -> Result<(T, Duration), E> {
     let start = Instant::now();
     let done = call()?;
     Ok((done, start.elapsed()))
 }
 
 /// The middle value; 0 for none.
-pub fn median(values: &mut [f64]) -> f64 {
+pub(crate) fn median(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(0.0)
 }
 
 /// Microseconds.
-pub fn micros(time: Duration) -> f64 {
+pub(crate) fn micros(time: Duration) -> f64 {
     time.as_secs_f64() * 1e6
 }
 
 /// The numbers below `count` in an order that is always the same and looks random.
-pub fn shuffled(count: usize) -> Vec<usize> {
+pub(crate) fn shuffled(count: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..count).collect();
     let mut state = 0x9E37_79B9_7F4A_7C15_u64;
     for last in (1..count).rev() {

@@ -9,14 +9,14 @@ use xseg::backend::Backend;
 use xseg::units::{GIB, MIB};
 
 /// Handle sizes in MiB that the section measures.
-pub const SIZES: [u64; 3] = [2, 20, 64];
+pub(crate) const SIZES: [u64; 3] = [2, 20, 64];
 
 /// Runs the section.
 ///
 /// # Errors
 /// When the driver refuses a call.
-pub fn run(suite: &Suite) -> Result<Section, Error> {
-    let mut section = Section::new("Remap");
+pub(crate) fn run(suite: &Suite) -> Result<Section, Error> {
+    let mut section = Section::default();
     let rounds = suite.choose(9, 2);
     section.text.push(format!(
         "Handles scattered over a reservation are put side by side in another, each by unmap, map, set_access, in a bare loop; medians of {rounds} rounds."
@@ -39,7 +39,7 @@ pub fn run(suite: &Suite) -> Result<Section, Error> {
 ///
 /// # Errors
 /// When the driver refuses a call.
-pub fn bare(suite: &Suite, size: u64, count: usize, rounds: usize) -> Result<Vec<Duration>, Error> {
+pub(crate) fn bare(suite: &Suite, size: u64, count: usize, rounds: usize) -> Result<Vec<Duration>, Error> {
     let backend = &suite.backend;
     // Every second place of the first range is used, in no order.
     let scattered = Reservation::new(suite, 2 * size * count as u64)?;

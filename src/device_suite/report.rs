@@ -8,7 +8,7 @@ use xseg::backend::Backend;
 
 /// All of a run.
 #[derive(Debug, Serialize)]
-pub struct Report {
+pub(crate) struct Report {
     date: String,
     gpu: String,
     driver: String,
@@ -19,29 +19,29 @@ pub struct Report {
     total_bytes: u64,
     notes: Vec<String>,
     /// What the sections found.
-    pub sections: Vec<Section>,
+    pub(crate) sections: Vec<Section>,
 }
 
 /// What one section found.
-#[derive(Debug, Serialize)]
-pub struct Section {
+#[derive(Debug, Default, Serialize)]
+pub(crate) struct Section {
     /// Name on the command line.
-    pub name: String,
+    pub(crate) name: String,
     /// A line for people.
-    pub what: String,
+    pub(crate) what: String,
     /// How long it took.
-    pub seconds: f64,
+    pub(crate) seconds: f64,
     /// Paragraphs before the tables.
-    pub text: Vec<String>,
+    pub(crate) text: Vec<String>,
     /// The tables.
-    pub tables: Vec<Table>,
+    pub(crate) tables: Vec<Table>,
     /// What must hold.
-    pub checks: Vec<Check>,
+    pub(crate) checks: Vec<Check>,
 }
 
 /// A table of numbers and texts.
 #[derive(Debug, Serialize)]
-pub struct Table {
+pub(crate) struct Table {
     columns: Vec<String>,
     rows: Vec<Vec<Cell>>,
 }
@@ -49,7 +49,7 @@ pub struct Table {
 /// One entry of a table.
 #[derive(Debug, Clone, Serialize)]
 #[serde(untagged)]
-pub enum Cell {
+pub(crate) enum Cell {
     /// A number; printed with three digits or so.
     Number(f64),
     /// A text.
@@ -58,13 +58,13 @@ pub enum Cell {
 
 /// Something that must hold.
 #[derive(Debug, Serialize)]
-pub struct Check {
+pub(crate) struct Check {
     /// What.
-    pub what: String,
+    pub(crate) what: String,
     /// What was found.
-    pub found: String,
+    pub(crate) found: String,
     /// Does it hold?
-    pub passed: bool,
+    pub(crate) passed: bool,
 }
 
 impl From<f64> for Cell {
@@ -98,12 +98,12 @@ impl Cell {
 
 impl Table {
     /// A table without rows.
-    pub fn new(columns: &[&str]) -> Self {
+    pub(crate) fn new(columns: &[&str]) -> Self {
         Self { columns: columns.iter().map(|column| (*column).into()).collect(), rows: Vec::new() }
     }
 
     /// Adds a row.
-    pub fn row(&mut self, cells: impl IntoIterator<Item = Cell>) {
+    pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = Cell>) {
         self.rows.push(cells.into_iter().collect());
     }
 
@@ -118,27 +118,15 @@ impl Table {
 }
 
 impl Section {
-    /// An empty section.
-    pub fn new(what: &str) -> Self {
-        Self {
-            name: String::new(),
-            what: what.into(),
-            seconds: 0.0,
-            text: Vec::new(),
-            tables: Vec::new(),
-            checks: Vec::new(),
-        }
-    }
-
     /// Notes whether something holds.
-    pub fn check(&mut self, what: &str, found: impl ToString, passed: bool) {
+    pub(crate) fn check(&mut self, what: &str, found: impl ToString, passed: bool) {
         self.checks.push(Check { what: what.into(), found: found.to_string(), passed });
     }
 }
 
 impl Report {
     /// An empty report about the suite's device.
-    pub fn new(suite: &Suite, commit: &str) -> Self {
+    pub(crate) fn new(suite: &Suite, commit: &str) -> Self {
         let memory = suite.backend.memory().ok();
         let found = suite.backend.capabilities();
         let (major, minor) = suite.driver.version;
@@ -157,12 +145,12 @@ impl Report {
     }
 
     /// Did all checks pass?
-    pub fn passed(&self) -> bool {
+    pub(crate) fn passed(&self) -> bool {
         self.sections.iter().flat_map(|section| &section.checks).all(|check| check.passed)
     }
 
     /// The report for people.
-    pub fn markdown(&self) -> String {
+    pub(crate) fn markdown(&self) -> String {
         let gib = |bytes: u64| bytes as f64 / f64::from(1u32 << 30);
         let mut text = format!(
             "# Device suite: {}\n\n{}, driver {}, CUDA {}, {:.1} of {:.1} GiB free. Commit {}. `{}`\n",
@@ -200,7 +188,7 @@ impl Report {
     }
 
     /// Where [`Report::write`] writes.
-    pub fn path(&self, folder: &Path, ending: &str) -> PathBuf {
+    pub(crate) fn path(&self, folder: &Path, ending: &str) -> PathBuf {
         let plain = |text: &str| text.replace(|letter: char| !letter.is_ascii_alphanumeric(), "-").to_lowercase();
         folder.join(format!("device-{}-{}.{ending}", plain(&self.date[..16]), plain(&self.gpu)))
     }
@@ -209,7 +197,7 @@ impl Report {
     ///
     /// # Errors
     /// When the folder or the files cannot be written.
-    pub fn write(&self, folder: &Path) -> std::io::Result<()> {
+    pub(crate) fn write(&self, folder: &Path) -> std::io::Result<()> {
         std::fs::create_dir_all(folder)?;
         std::fs::write(self.path(folder, "md"), self.markdown())?;
         std::fs::write(self.path(folder, "json"), serde_json::to_string_pretty(self)? + "\n")

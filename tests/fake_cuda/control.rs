@@ -14,6 +14,11 @@ pub(crate) fn on_stand_in(test: &str, env: &[(&str, &str)], without: &[&str], bo
     if std::env::var(MARK).is_ok_and(|name| name == test) {
         return body(&Control::load());
     }
+    again(test, folder(without).path(), env);
+}
+
+/// A folder with the stand-in, without some symbols, under the driver's names.
+pub(crate) fn folder(without: &[&str]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let mut image = std::fs::read(stand_in(folder.path())).unwrap();
     for name in without {
@@ -22,7 +27,7 @@ pub(crate) fn on_stand_in(test: &str, env: &[(&str, &str)], without: &[&str], bo
     for name in ["libcuda.so", "libcuda.so.1"] {
         std::fs::write(folder.path().join(name), &image).unwrap();
     }
-    again(test, folder.path(), env);
+    folder
 }
 
 /// Runs `body` in a process of its own that finds no driver in front of the system's.

@@ -1,0 +1,75 @@
+//! The device suite on the stand-in driver: every section runs and the report is written. The stand-in
+//! has no memory and runs no kernels, so what needs those must be reported as failed.
+#![cfg(all(feature = "cuda", feature = "cli", target_os = "linux"))]
+#![allow(clippy::unwrap_used, reason = "tests fail by panicking")]
+
+#[path = "fake_cuda/control.rs"]
+mod control;
+
+use serde_json::Value;
+use std::path::Path;
+use std::process::{Command, Output};
+
+fn suite(driver: &Path, arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_xseg-device"))
+        .args(arguments)
+        .env("LD_LIBRARY_PATH", driver)
+        .env("FAKE_CUDA_MEMORY", (140u64 << 30).to_string())
+        .output()
+        .unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn all_sections_run_and_report() {
+    let driver = control::folder(&[]);
+    let out = tempfile::tempdir().unwrap();
+    let folder = out.path().to_str().unwrap();
+    let done = suite(driver.path(), &["--quick", "--out", folder, "--commit", "0123abc"]);
+    assert_eq!(done.status.code(), Some(1), "{}", text(&done.stderr));
+    let errors = text(&done.stderr);
+    assert!(!errors.contains("left behind") && !errors.contains("the section ran"), "{errors}");
+    assert!(errors.contains("FAILED: one wrong bit is found, and where"), "{errors}");
+
+    let files: Vec<_> = std::fs::read_dir(out.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let with = |ending: &str| files.iter().find(|path| path.extension().is_some_and(|found| found == ending)).unwrap();
+    assert_eq!(files.len(), 2);
+    assert_eq!(std::fs::read_to_string(with("md")).unwrap().trim(), text(&done.stdout).trim());
+    let report: Value = serde_json::from_slice(&std::fs::read(with("json")).unwrap()).unwrap();
+    assert_eq!(
+        (&report["gpu"], &report["cuda"], &report["commit"]),
+        (&"Stand-in 0".into(), &"12.8".into(), &"0123abc".into())
+    );
+    assert!(report["command"].as_str().unwrap().ends_with("--commit 0123abc"));
+    let sections = report["sections"].as_array().unwrap();
+    let found: Vec<(&str, usize)> = sections
+        .iter()
+        .map(|section| (section["name"].as_str().unwrap(), section["tables"][0]["rows"].as_array().map_or(0, Vec::len)))
+        .collect();
+    assert_eq!(found[..5], [("facts", 0), ("cost", 9), ("growth", 8), ("remap", 3), ("bandwidth", 7)]);
+}
+
+#[test]
+fn sections_are_chosen() {
+    let driver = control::folder(&[]);
+    let out = tempfile::tempdir().unwrap();
+    let folder = out.path().to_str().unwrap();
+    let done = suite(driver.path(), &["--quick", "--only", "remap,growth", "--skip", "growth", "--out", folder]);
+    assert!(done.status.success(), "{}", text(&done.stderr));
+    let report = text(&done.stdout);
+    assert!(report.contains("## remap: ") && report.matches("\n## ").count() == 1, "{report}");
+    let wrong = suite(driver.path(), &["--only", "everything"]);
+    assert_eq!(wrong.status.code(), Some(2));
+    assert!(text(&wrong.stderr).contains("there is no section everything"));
+}
+
+#[test]
+fn without_a_device_it_says_so() {
+    let driver = control::folder(&["cuMemMap"]);
+    let done = suite(driver.path(), &["--quick"]);
+    assert_eq!(done.status.code(), Some(1));
+    assert!(text(&done.stderr).contains("the cuda backend is not available: the CUDA driver has no cuMemMap"));
+}
