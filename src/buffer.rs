@@ -114,7 +114,6 @@ impl<T> DeviceBuffer<T> {
     }
 
     /// The block of the heap.
-    #[must_use]
     pub fn allocation(&self) -> &Allocation {
         &self.allocation
     }

@@ -124,7 +124,7 @@ impl Default for Config {
         Self {
             limit: None,
             reserve: None,
-            growth: Growth::Exact,
+            growth: Growth::Step(64 * MIB),
             handle_max: 64 * MIB,
             warmup: 0,
             shrink: Shrink::Oom,

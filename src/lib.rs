@@ -1,8 +1,11 @@
 //! xseg: an allocator for GPU memory that owns addresses and physical memory separately.
 pub mod backend;
+pub mod baselines;
 mod bits;
 #[cfg(feature = "cuda")]
 mod buffer;
+#[cfg(feature = "cli")]
+pub mod cli;
 pub mod conf;
 pub mod config;
 mod epoch;
@@ -11,6 +14,7 @@ mod heap;
 mod lookup;
 mod physical;
 mod plan;
+mod policy;
 #[cfg(feature = "cli")]
 pub mod replay;
 mod segment;

@@ -1,1 +1,5 @@
-fn main() {}
+//! The `xseg` command; see `xseg --help`.
+
+fn main() -> std::process::ExitCode {
+    xseg::cli::main()
+}

@@ -138,7 +138,7 @@ fn an_undeclared_use_holds_other_streams_back_but_not_its_own() {
 
 #[test]
 fn without_context_events_known_streams_are_asked_one_by_one() {
-    let lab = sim_with("limit:32MiB,wait_limit:1ms", SimOptions { no_context_events: true, ..SimOptions::default() });
+    let lab = sim_with("limit:32MiB,wait_limit:1ms", SimOptions { context_events: false, ..SimOptions::default() });
     drop((lab.alloc(512, S2), lab.alloc(512, S3)));
     lab.ends_with(0);
     let block = lab.alloc(32 * MIB, S1);
@@ -204,12 +204,12 @@ fn dropping_the_last_clone_ends_the_heap_with_its_live_blocks() {
     let clone = heap.clone();
     let raw = heap.alloc(20 * MIB, S1).unwrap().into_raw();
     drop(heap);
-    assert_eq!(device.memory_in_use(), 20 * MIB, "the clone goes on");
+    assert_eq!(device.memory_in_use(), 64 * MIB, "the clone goes on, with its first growth step");
     clone.free_raw(raw).unwrap();
     let owned = clone.alloc(70 * MIB, S1).unwrap();
     let _ = clone.alloc(MIB, S2).unwrap().into_raw();
     drop(clone);
-    assert!(device.memory_in_use() > 70 * MIB, "a block keeps the heap");
+    assert!(device.memory_in_use() >= 70 * MIB, "a block keeps the heap");
     drop(owned);
     assert_eq!(device.counts(), (0, 0, 0));
 }

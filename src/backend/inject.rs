@@ -8,7 +8,7 @@
 use super::{Backend, BackendKind, Capabilities, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId};
 use crate::error::{DriverError, Error};
 use parking_lot::Mutex;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -26,7 +26,8 @@ pub enum Fault {
     Swap,
     /// A mapping gets fresh memory in place of its own.
     Lost,
-    /// Every event is said to have completed: memory is given away and unmapped under queued work.
+    /// Memory goes before its last use: every event is said to have completed, so that memory is given away
+    /// and unmapped under queued work, and now and then a mapping in use is unmapped.
     EarlyUnmap,
 }
 
@@ -57,6 +58,8 @@ struct State {
     mappings: BTreeMap<u64, Mapped>,
     /// The inner handle behind an outer name, where a fault has changed it.
     renamed: HashMap<PhysicalAllocation, PhysicalAllocation>,
+    /// Mappings that were unmapped early; the heap takes them to be there.
+    gone: BTreeSet<u64>,
     maps: u64,
     /// Faults that are due; one waits until there is a mapping to hit.
     due: u64,
@@ -74,7 +77,10 @@ impl State {
         for mapped in self.mappings.values() {
             *times.entry(mapped.handle).or_insert(0u32) += 1;
         }
-        let once = self.mappings.iter().filter(|(at, mapped)| **at != newest && times.get(&mapped.handle) == Some(&1));
+        let once = self
+            .mappings
+            .iter()
+            .filter(|(at, mapped)| **at != newest && times.get(&mapped.handle) == Some(&1) && !self.gone.contains(at));
         let mut victims: Vec<_> = once.map(|(at, mapped)| (*at, *mapped)).collect();
         if !victims.is_empty() {
             // Another one each time, the same in each run.
@@ -146,7 +152,8 @@ impl InjectBackend {
         let done = match self.fault {
             Some(Fault::Swap) => self.swap(&mut state, newest)?,
             Some(Fault::Lost) => self.lose(&mut state, newest)?,
-            Some(Fault::EarlyUnmap) | None => false,
+            Some(Fault::EarlyUnmap) => self.unmap_early(&mut state, newest)?,
+            None => false,
         };
         if done {
             state.due -= 1;
@@ -177,6 +184,14 @@ impl InjectBackend {
         state.renamed.insert(mapped.handle, fresh);
         // SAFETY: the heap's name for it stands for the fresh handle from now on.
         unsafe { self.inner.release(lost, mapped.bytes) }?;
+        Ok(true)
+    }
+
+    fn unmap_early(&self, state: &mut State, newest: u64) -> Result<bool, DriverError> {
+        let Some((at, mapped)) = state.victims(newest).first().copied() else { return Ok(false) };
+        // SAFETY: as in `back`.
+        unsafe { self.inner.unmap(at, mapped.bytes) }?;
+        state.gone.insert(at);
         Ok(true)
     }
 
@@ -247,9 +262,12 @@ impl Backend for InjectBackend {
     }
 
     unsafe fn unmap(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
-        // SAFETY: passed on to the caller.
-        unsafe { self.inner.unmap(address, bytes) }?;
-        self.state.lock().mappings.remove(&address);
+        let mut state = self.state.lock();
+        if !state.gone.remove(&address) {
+            // SAFETY: passed on to the caller.
+            unsafe { self.inner.unmap(address, bytes) }?;
+        }
+        state.mappings.remove(&address);
         Ok(())
     }
 
@@ -261,8 +279,16 @@ impl Backend for InjectBackend {
 
     unsafe fn relocate(&self, from: u64, to: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
         let mut state = self.state.lock();
-        // SAFETY: passed on to the caller.
-        unsafe { self.inner.relocate(from, to, state.inner(handle), bytes) }?;
+        if state.gone.contains(&from) {
+            // SAFETY: passed on to the caller.
+            unsafe { self.inner.map(to, state.inner(handle), bytes) }?;
+            // SAFETY: the mapping was made just now.
+            unsafe { self.inner.set_access(to, bytes) }?;
+            state.gone.remove(&from);
+        } else {
+            // SAFETY: passed on to the caller.
+            unsafe { self.inner.relocate(from, to, state.inner(handle), bytes) }?;
+        }
         state.mappings.remove(&from);
         state.mappings.insert(to, Mapped { handle, bytes });
         drop(state);
@@ -432,6 +458,8 @@ pub(crate) mod tests {
         }
     }
 
+    const GONE: u8 = u8::MAX;
+
     /// Maps `count` granules with their number written at the start; what is found there afterwards.
     fn marks(fault: Option<Fault>, count: u64) -> (Vec<u8>, u64) {
         let fake = Arc::new(FakeBackend::default());
@@ -444,7 +472,7 @@ pub(crate) mod tests {
             unsafe { backend.set_access(number * GRANULE, GRANULE) }.unwrap();
             fake.put(number * GRANULE, number as u8).unwrap();
         }
-        let found = (1..=count).map(|number| fake.get(number * GRANULE).unwrap()).collect();
+        let found = (1..=count).map(|number| fake.get(number * GRANULE).unwrap_or(GONE)).collect();
         (found, backend.injected())
     }
 
@@ -454,7 +482,7 @@ pub(crate) mod tests {
         assert_eq!(marks(Some(Fault::Swap), 5), (vec![2, 1, 3, 4, 5], 1));
         assert_eq!(marks(Some(Fault::Lost), 5), (vec![0, 2, 3, 4, 5], 1));
         assert_eq!(marks(Some(Fault::Lost), 40).1, 3);
-        assert_eq!(marks(Some(Fault::EarlyUnmap), 5), (vec![1, 2, 3, 4, 5], 0));
+        assert_eq!(marks(Some(Fault::EarlyUnmap), 5), (vec![GONE, 2, 3, 4, 5], 1));
     }
 
     #[test]
@@ -473,6 +501,30 @@ pub(crate) mod tests {
         // SAFETY: granule 1 is mapped, granule 9 is not.
         unsafe { backend.relocate(GRANULE, 9 * GRANULE, handles[0], GRANULE) }.unwrap();
         assert_eq!((fake.get(9 * GRANULE), fake.get(GRANULE)), (Some(77), None));
+    }
+
+    #[test]
+    fn a_mapping_that_went_early_can_still_be_moved_and_unmapped() {
+        let fake = Arc::new(FakeBackend::default());
+        let backend = InjectBackend::new(fake.clone(), Some(Fault::EarlyUnmap));
+        let handles: Vec<_> = (0..20).map(|_| backend.create(GRANULE).unwrap()).collect();
+        for (number, handle) in (1..).zip(&handles) {
+            // SAFETY: each granule is mapped once.
+            unsafe { backend.map(number * GRANULE, *handle, GRANULE) }.unwrap();
+            // SAFETY: it was mapped in the line above.
+            unsafe { backend.set_access(number * GRANULE, GRANULE) }.unwrap();
+        }
+        let gone: Vec<u64> = (1..=20).filter(|number| fake.get(number * GRANULE).is_none()).collect();
+        assert_eq!(gone.len(), 2);
+        let (moved, unmapped) = (gone[0], gone[1]);
+        // SAFETY: mapped, as far as the caller knows; granule 99 is not.
+        unsafe { backend.relocate(moved * GRANULE, 99 * GRANULE, handles[moved as usize - 1], GRANULE) }.unwrap();
+        assert_eq!(fake.get(99 * GRANULE), Some(0));
+        // SAFETY: mapped, as far as the caller knows.
+        unsafe { backend.unmap(unmapped * GRANULE, GRANULE) }.unwrap();
+        // SAFETY: unmapped in the line above.
+        unsafe { backend.map(unmapped * GRANULE, handles[unmapped as usize - 1], GRANULE) }.unwrap();
+        assert_eq!(fake.get(unmapped * GRANULE), Some(0));
     }
 
     #[test]

@@ -1,27 +1,135 @@
-//! Simulated driver: no memory, every rule checked.
+//! A device without memory that checks every rule of the driver.
 //!
-//! A broken rule is refused with an error *and* noted in [`SimBackend::violations`], and dropping a
-//! simulated driver with violations, or with anything left over, panics: a test cannot miss it.
+//! It keeps what the driver would keep (reservations, handles, mappings, access, queued work) and
+//! fails loudly: a broken rule is an error to the caller *and* a line in [`SimBackend::violations`],
+//! and dropping a backend with violations or leftovers panics, so that no test passes over one.
+//! Calls cost nothing here; the counted and priced door is in front of every backend.
 
 use super::timeline::Timeline;
 use super::{Backend, BackendKind, Capabilities, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId};
 use crate::error::{DriverCall, DriverError};
-use crate::units::{GRANULE, human};
+use crate::units::{GRANULE, human, round_up};
 use parking_lot::Mutex;
-use std::collections::BTreeMap;
+use ranges::{Runs, Uses};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-/// How a simulated device is made.
-#[derive(Debug, Clone, Default)]
+mod ranges;
+
+/// Where the first reservation starts: a number that no client takes for an offset.
+const FIRST_ADDRESS: u64 = 1 << 40;
+
+/// How a [`SimBackend`] behaves. Sizes in bytes.
+#[derive(Debug, Clone)]
 pub struct SimOptions {
-    /// Physical memory in bytes; `None`: unbounded.
+    /// Physical memory of the device; without bound where `None`.
     pub total: Option<u64>,
-    /// Its clock and streams.
+    /// The clock, shared with whoever drives it.
     pub timeline: Timeline,
-    /// Largest reservation that is granted, in bytes; `None`: any.
+    /// Longest reservation that succeeds, as on devices with few address bits; any where `None`.
     pub reserve_max: Option<u64>,
-    /// Refuse context-wide events, as drivers without `cuCtxRecordEvent` do.
-    pub no_context_events: bool,
+    /// Events over the whole context work.
+    pub context_events: bool,
+    /// Page tables may be edited beside running kernels.
+    pub concurrent_remap: bool,
+}
+
+impl Default for SimOptions {
+    fn default() -> Self {
+        Self {
+            total: None,
+            timeline: Timeline::default(),
+            reserve_max: None,
+            context_events: true,
+            concurrent_remap: true,
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Handle {
+    bytes: u64,
+    mappings: u32,
+    released: bool,
+}
+
+#[derive(Debug)]
+struct Mapping {
+    bytes: u64,
+    handle: u64,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Address → bytes.
+    reservations: BTreeMap<u64, u64>,
+    handles: BTreeMap<u64, Handle>,
+    mappings: BTreeMap<u64, Mapping>,
+    accessible: Runs,
+    uses: Uses,
+    in_use: u64,
+    next_address: u64,
+    next_handle: u64,
+    violations: Vec<String>,
+}
+
+impl State {
+    /// A broken rule: noted, and an error for the caller.
+    fn broken(&mut self, call: DriverCall, why: String) -> DriverError {
+        self.violations.push(format!("{call}: {why}"));
+        DriverError::new(call, why)
+    }
+
+    /// The mapping that is exactly this range, or why there is none.
+    fn exact(&self, address: u64, bytes: u64) -> Result<&Mapping, String> {
+        match self.mappings.get(&address) {
+            Some(mapping) if mapping.bytes == bytes => Ok(mapping),
+            Some(mapping) => {
+                Err(format!("{} at {address:#x} is not the whole mapping of {}", human(bytes), human(mapping.bytes)))
+            }
+            None => Err(format!("no mapping starts at {address:#x}")),
+        }
+    }
+
+    fn may_map(&self, address: u64, handle: u64, bytes: u64) -> Result<(), String> {
+        let known = self.handles.get(&handle).filter(|h| !h.released);
+        let size = known.ok_or_else(|| format!("handle {handle} does not exist"))?.bytes;
+        if size != bytes {
+            return Err(format!("handle {handle} has {}, not {}", human(size), human(bytes)));
+        }
+        if !address.is_multiple_of(GRANULE) {
+            return Err(format!("{address:#x} is not on a granule"));
+        }
+        let end = address.checked_add(bytes).ok_or("the range overflows")?;
+        let inside = self.reservations.range(..=address).next_back().is_some_and(|(at, len)| end <= at + len);
+        if !inside {
+            return Err(format!("{} at {address:#x} are not in one reservation", human(bytes)));
+        }
+        match self.mappings.range(..end).next_back() {
+            Some((at, mapping)) if at + mapping.bytes > address => Err(format!("{at:#x} is mapped already")),
+            _ => Ok(()),
+        }
+    }
+
+    fn may_use(&mut self, address: u64, bytes: u64) -> Result<(), DriverError> {
+        if self.accessible.covers(address, address.saturating_add(bytes)) {
+            return Ok(());
+        }
+        let why = format!("work on {} at {address:#x}, which is not mapped with access throughout", human(bytes));
+        Err(self.broken(DriverCall::Other, why))
+    }
+
+    /// Frees a released handle's memory once nothing maps it.
+    fn settle(&mut self, handle: u64) {
+        if let Some(h) = self.handles.get(&handle)
+            && h.released
+            && h.mappings == 0
+        {
+            self.in_use -= h.bytes;
+            self.handles.remove(&handle);
+        }
+    }
 }
 
 /// See the module's text. Any thread may call.
@@ -30,142 +138,165 @@ pub struct SimBackend {
     options: SimOptions,
     capabilities: Capabilities,
     state: Mutex<State>,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct SimHandle {
-    bytes: u64,
-    mappings: u32,
-    released: bool,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct SimMapping {
-    bytes: u64,
-    handle: u64,
-    access: bool,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    next_address: u64,
-    next_handle: u64,
-    reservations: BTreeMap<u64, u64>,
-    handles: BTreeMap<u64, SimHandle>,
-    mappings: BTreeMap<u64, SimMapping>,
-    /// Queued work: start address → (end, done at, in nanoseconds), several per address.
-    work: BTreeMap<u64, Vec<(u64, u64)>>,
-    longest_work: u64,
-    in_use: u64,
-    violations: Vec<String>,
-    disarmed: bool,
-}
-
-impl State {
-    fn broken(&mut self, call: DriverCall, why: String) -> DriverError {
-        self.violations.push(format!("{call}: {why}"));
-        DriverError::new(call, why)
-    }
-
-    /// Start and size of the mapping that overlaps a range.
-    fn overlap(&self, start: u64, end: u64) -> Option<(u64, SimMapping)> {
-        let (at, mapping) = self.mappings.range(..end).next_back()?;
-        (at + mapping.bytes > start).then_some((*at, *mapping))
-    }
-
-    /// When the last work on a range is done.
-    fn busy_until(&self, start: u64, end: u64) -> u64 {
-        let from = start.saturating_sub(self.longest_work);
-        let entries = self.work.range(from..end).flat_map(|(_, list)| list);
-        entries.filter(|(work_end, _)| *work_end > start).map(|(_, done)| *done).max().unwrap_or(0)
-    }
-
-    fn forget(&mut self, handle: u64) {
-        if let Some(entry) = self.handles.get(&handle)
-            && entry.released
-            && entry.mappings == 0
-        {
-            self.in_use -= entry.bytes;
-            self.handles.remove(&handle);
-        }
-    }
+    capturing: Mutex<BTreeSet<u64>>,
+    /// Whether `capturing` holds anything, so that the usual question takes no lock.
+    any_capturing: AtomicBool,
+    open_events: AtomicU64,
+    armed: AtomicBool,
 }
 
 impl SimBackend {
-    /// A simulated device.
+    /// A device as described; nothing is reserved or created.
     #[must_use]
     pub fn new(options: SimOptions) -> Self {
         let capabilities = Capabilities {
-            context_events: !options.no_context_events,
+            context_events: options.context_events,
+            concurrent_remap: options.concurrent_remap,
             device: "simulated device".into(),
             ..Capabilities::default()
         };
-        let state = State { next_address: 1 << 40, ..State::default() };
-        Self { options, capabilities, state: Mutex::new(state) }
+        let state = State {
+            reservations: BTreeMap::new(),
+            handles: BTreeMap::new(),
+            mappings: BTreeMap::new(),
+            accessible: Runs::default(),
+            uses: Uses::default(),
+            in_use: 0,
+            next_address: FIRST_ADDRESS,
+            next_handle: 1,
+            violations: Vec::new(),
+        };
+        Self {
+            options,
+            capabilities,
+            state: Mutex::new(state),
+            capturing: Mutex::default(),
+            any_capturing: AtomicBool::new(false),
+            open_events: AtomicU64::new(0),
+            armed: AtomicBool::new(true),
+        }
     }
 
-    /// The clock and streams.
+    /// The clock.
     #[must_use]
     pub fn timeline(&self) -> &Timeline {
         &self.options.timeline
     }
 
-    /// Queues work of `length` on `stream` that uses a range; the range must be mapped and accessible.
-    pub fn queue_work(&self, stream: StreamId, address: u64, bytes: u64, length: Duration) {
-        let done = self.options.timeline.queue(stream, length);
-        self.use_until(address, bytes, done);
-    }
-
-    /// Notes that queued work uses a range until a moment of the timeline.
-    pub fn use_until(&self, address: u64, bytes: u64, until: Duration) {
-        let now = nanos(self.options.timeline.now());
+    /// Queues work of `length` on `stream` that uses `bytes` at `address`, and says when it will be done.
+    ///
+    /// # Errors
+    /// A [`DriverError`], also noted as a violation, if part of the range is not accessible.
+    pub fn queue_work(
+        &self,
+        stream: StreamId,
+        address: u64,
+        bytes: u64,
+        length: Duration,
+    ) -> Result<Duration, DriverError> {
+        let timeline = &self.options.timeline;
         let mut state = self.state.lock();
-        let end = address + bytes;
-        let mut at = address;
-        while at < end {
-            match state.overlap(at, at + 1) {
-                Some((start, mapping)) if mapping.access => at = start + mapping.bytes,
-                _ => {
-                    state.broken(DriverCall::Other, format!("work uses {at:#x}, which is not mapped and accessible"));
-                    return;
-                }
-            }
-        }
-        if state.work.len() > 4096 {
-            state.work.retain(|_, list| {
-                list.retain(|(_, done)| *done > now);
-                !list.is_empty()
-            });
-        }
-        state.longest_work = state.longest_work.max(bytes);
-        state.work.entry(address).or_default().push((end, nanos(until)));
+        state.may_use(address, bytes)?;
+        let end = timeline.queue(stream, length);
+        state.uses.add(address, address + bytes, nanos(end), nanos(timeline.now()));
+        Ok(end)
     }
 
-    /// Rules that were broken so far.
+    /// Notes that `bytes` at `address` are in use by queued work until the clock shows `until`.
+    ///
+    /// # Errors
+    /// A [`DriverError`], also noted as a violation, if part of the range is not accessible.
+    pub fn use_until(&self, address: u64, bytes: u64, until: Duration) -> Result<(), DriverError> {
+        let now = self.options.timeline.now();
+        let mut state = self.state.lock();
+        state.may_use(address, bytes)?;
+        state.uses.add(address, address + bytes, nanos(until), nanos(now));
+        Ok(())
+    }
+
+    /// Mappings that exist.
     #[must_use]
-    pub fn violations(&self) -> Vec<String> {
-        self.state.lock().violations.clone()
+    pub fn mapping_count(&self) -> usize {
+        self.state.lock().mappings.len()
+    }
+
+    /// Handles whose memory exists, also those released but still mapped.
+    #[must_use]
+    pub fn handle_count(&self) -> usize {
+        self.state.lock().handles.len()
+    }
+
+    /// Reservations that exist.
+    #[must_use]
+    pub fn reservation_count(&self) -> usize {
+        self.state.lock().reservations.len()
     }
 
     /// Handles, mappings and reservations that exist.
     #[must_use]
     pub fn counts(&self) -> (usize, usize, usize) {
-        let state = self.state.lock();
-        (state.handles.len(), state.mappings.len(), state.reservations.len())
+        (self.handle_count(), self.mapping_count(), self.reservation_count())
     }
 
-    /// Physical memory in use, in bytes: released handles count until their last mapping is gone.
+    /// Bytes of physical memory that exist, whether mapped or not.
     #[must_use]
     pub fn memory_in_use(&self) -> u64 {
         self.state.lock().in_use
     }
 
-    /// Dropping this driver panics no more, for tests that break rules on purpose.
+    /// Every rule broken so far, in order.
+    #[must_use]
+    pub fn violations(&self) -> Vec<String> {
+        self.state.lock().violations.clone()
+    }
+
+    /// What is left that a clean shutdown would have given back; empty when nothing is.
+    #[must_use]
+    pub fn leftovers(&self) -> Vec<String> {
+        let state = self.state.lock();
+        let left = [
+            (state.mappings.len() as u64, "mappings"),
+            (state.handles.len() as u64, "handles"),
+            (state.reservations.len() as u64, "reservations"),
+            (self.open_events.load(Relaxed), "events"),
+        ];
+        left.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!("{n} {what} left over")).collect()
+    }
+
+    /// Stops the panic on drop, for tests that break rules or leave things behind on purpose.
     pub fn disarm(&self) {
-        self.state.lock().disarmed = true;
+        self.armed.store(false, Relaxed);
+    }
+
+    /// Begins or ends the capture of a graph from `stream`. While one runs, events over the whole
+    /// context are refused.
+    pub fn set_capturing(&self, stream: StreamId, on: bool) {
+        let mut capturing = self.capturing.lock();
+        if on {
+            capturing.insert(stream.0);
+        } else {
+            capturing.remove(&stream.0);
+        }
+        self.any_capturing.store(!capturing.is_empty(), Relaxed);
     }
 }
 
+impl Drop for SimBackend {
+    fn drop(&mut self) {
+        if !self.armed.load(Relaxed) || std::thread::panicking() {
+            return;
+        }
+        let mut wrong = self.violations();
+        wrong.extend(self.leftovers());
+        assert!(wrong.is_empty(), "the simulated driver ends unclean: {}", wrong.join("; "));
+    }
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+#[allow(unsafe_code, reason = "implements the trait's unsafe operations; touches no memory itself")]
 impl Backend for SimBackend {
     fn kind(&self) -> BackendKind {
         BackendKind::Sim
@@ -182,14 +313,16 @@ impl Backend for SimBackend {
 
     fn reserve(&self, bytes: u64) -> Result<u64, DriverError> {
         let mut state = self.state.lock();
-        if self.options.reserve_max.is_some_and(|most| bytes > most) {
-            return Err(DriverError::out_of_memory(DriverCall::Reserve, "the simulated device grants no such range"));
+        if bytes == 0 || !bytes.is_multiple_of(GRANULE) {
+            return Err(state.broken(DriverCall::Reserve, format!("{bytes} bytes are no whole granules")));
         }
-        if bytes == 0 || bytes % GRANULE != 0 {
-            return Err(state.broken(DriverCall::Reserve, format!("{bytes} bytes are no granules")));
+        let refused = || DriverError::new(DriverCall::Reserve, format!("no range of {}", human(bytes)));
+        if self.options.reserve_max.is_some_and(|max| bytes > max) {
+            return Err(refused());
         }
         let address = state.next_address;
-        state.next_address += bytes + GRANULE;
+        // One granule between reservations, so that running over the end of one is seen.
+        state.next_address = address.checked_add(bytes).and_then(|end| end.checked_add(GRANULE)).ok_or_else(refused)?;
         state.reservations.insert(address, bytes);
         Ok(address)
     }
@@ -197,10 +330,12 @@ impl Backend for SimBackend {
     unsafe fn unreserve(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
         let mut state = self.state.lock();
         if state.reservations.get(&address) != Some(&bytes) {
-            return Err(state.broken(DriverCall::Unreserve, format!("{address:#x} is no whole reservation")));
+            let why = format!("{} at {address:#x} are no reservation", human(bytes));
+            return Err(state.broken(DriverCall::Unreserve, why));
         }
-        if let Some((at, _)) = state.overlap(address, address + bytes) {
-            return Err(state.broken(DriverCall::Unreserve, format!("{at:#x} is still mapped")));
+        if let Some((at, _)) = state.mappings.range(address..address + bytes).next() {
+            let why = format!("{at:#x} is still mapped");
+            return Err(state.broken(DriverCall::Unreserve, why));
         }
         state.reservations.remove(&address);
         Ok(())
@@ -208,93 +343,81 @@ impl Backend for SimBackend {
 
     fn create(&self, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
         let mut state = self.state.lock();
-        if bytes == 0 || bytes % GRANULE != 0 {
-            return Err(state.broken(DriverCall::Create, format!("{bytes} bytes are no granules")));
+        if bytes == 0 || round_up(bytes, GRANULE) != Some(bytes) {
+            return Err(state.broken(DriverCall::Create, format!("{bytes} bytes are no whole granules")));
         }
-        if self.options.total.is_some_and(|total| state.in_use + bytes > total) {
-            let why = format!("the simulated device has no {} left", human(bytes));
+        let total = self.options.total.unwrap_or(u64::MAX);
+        if bytes > total - state.in_use {
+            let why = format!("{} of {} are free", human(total - state.in_use), human(total));
             return Err(DriverError::out_of_memory(DriverCall::Create, why));
         }
-        state.in_use += bytes;
+        let id = state.next_handle;
         state.next_handle += 1;
-        let handle = state.next_handle;
-        state.handles.insert(handle, SimHandle { bytes, mappings: 0, released: false });
-        Ok(PhysicalAllocation(handle))
+        state.in_use += bytes;
+        state.handles.insert(id, Handle { bytes, mappings: 0, released: false });
+        Ok(PhysicalAllocation(id))
     }
 
     unsafe fn map(&self, address: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
         let mut state = self.state.lock();
-        let end = address.saturating_add(bytes);
-        if address % GRANULE != 0 || bytes % GRANULE != 0 {
-            return Err(state.broken(DriverCall::Map, format!("{address:#x} or {bytes} is off the granule grid")));
+        if let Err(why) = state.may_map(address, handle.0, bytes) {
+            return Err(state.broken(DriverCall::Map, why));
         }
-        match state.handles.get(&handle.0) {
-            Some(entry) if entry.released => {
-                return Err(state.broken(DriverCall::Map, "the handle was released".into()));
-            }
-            Some(entry) if entry.bytes == bytes => {}
-            Some(_) => return Err(state.broken(DriverCall::Map, "a part of a handle cannot be mapped".into())),
-            None => return Err(state.broken(DriverCall::Map, "no such handle".into())),
-        }
-        if state.reservations.range(..=address).next_back().is_none_or(|(start, len)| end > start + len) {
-            return Err(state.broken(DriverCall::Map, format!("{address:#x} is not inside one reservation")));
-        }
-        if let Some((at, _)) = state.overlap(address, end) {
-            return Err(state.broken(DriverCall::Map, format!("{at:#x} is mapped already")));
-        }
-        state.mappings.insert(address, SimMapping { bytes, handle: handle.0, access: false });
-        if let Some(entry) = state.handles.get_mut(&handle.0) {
-            entry.mappings += 1;
+        state.mappings.insert(address, Mapping { bytes, handle: handle.0 });
+        if let Some(h) = state.handles.get_mut(&handle.0) {
+            h.mappings += 1;
         }
         Ok(())
     }
 
     unsafe fn set_access(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
         let mut state = self.state.lock();
-        match state.mappings.get_mut(&address) {
-            Some(mapping) if mapping.bytes == bytes => {
-                mapping.access = true;
-                Ok(())
-            }
-            _ => Err(state.broken(DriverCall::SetAccess, format!("{address:#x} is not exactly one mapping"))),
+        if let Err(why) = state.exact(address, bytes) {
+            return Err(state.broken(DriverCall::SetAccess, why));
         }
+        state.accessible.add(address, address + bytes);
+        Ok(())
     }
 
     unsafe fn unmap(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
         let now = nanos(self.options.timeline.now());
         let mut state = self.state.lock();
-        let Some(mapping) = state.mappings.get(&address).copied().filter(|mapping| mapping.bytes == bytes) else {
-            return Err(state.broken(DriverCall::Unmap, format!("{address:#x} is not exactly one mapping")));
+        let handle = match state.exact(address, bytes) {
+            Ok(mapping) => mapping.handle,
+            Err(why) => return Err(state.broken(DriverCall::Unmap, why)),
         };
-        let busy = state.busy_until(address, address + bytes);
-        if busy > now {
-            let why = format!("{address:#x} is used by queued work for {} us more", (busy - now) / 1000);
+        if let Some(until) = state.uses.last_use(address, address + bytes, now) {
+            let why = format!("work uses {address:#x} until {until} ns, it is {now} ns");
             return Err(state.broken(DriverCall::Unmap, why));
         }
         state.mappings.remove(&address);
-        if let Some(entry) = state.handles.get_mut(&mapping.handle) {
-            entry.mappings -= 1;
+        state.accessible.remove(address, address + bytes);
+        if let Some(h) = state.handles.get_mut(&handle) {
+            h.mappings -= 1;
         }
-        state.forget(mapping.handle);
+        state.settle(handle);
         Ok(())
     }
 
     unsafe fn release(&self, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
         let mut state = self.state.lock();
         match state.handles.get_mut(&handle.0) {
-            Some(entry) if entry.bytes == bytes && !entry.released => {
-                entry.released = true;
-                state.forget(handle.0);
-                Ok(())
+            Some(h) if !h.released && h.bytes == bytes => h.released = true,
+            _ => {
+                let why = format!("handle {} of {} does not exist", handle.0, human(bytes));
+                return Err(state.broken(DriverCall::Release, why));
             }
-            _ => Err(state.broken(DriverCall::Release, "no such handle, or released before".into())),
         }
+        state.settle(handle.0);
+        Ok(())
     }
 
     fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
-        if scope == EventScope::Context && self.options.no_context_events {
-            return Err(DriverError::new(DriverCall::Event, "no context-wide events on this simulated device"));
+        let context = scope == EventScope::Context;
+        if context && (!self.options.context_events || self.any_capturing.load(Relaxed)) {
+            return Err(DriverError::new(DriverCall::Event, "context events are not available"));
         }
+        self.open_events.fetch_add(1, Relaxed);
         Ok(self.options.timeline.record(scope))
     }
 
@@ -312,6 +435,7 @@ impl Backend for SimBackend {
     }
 
     fn recycle(&self, event: Event) {
+        self.open_events.fetch_sub(1, Relaxed);
         self.options.timeline.recycle(event);
     }
 
@@ -320,24 +444,11 @@ impl Backend for SimBackend {
         Ok(())
     }
 
+    fn is_capturing(&self, stream: StreamId) -> bool {
+        self.any_capturing.load(Relaxed) && self.capturing.lock().contains(&stream.0)
+    }
+
     fn now(&self) -> Duration {
         self.options.timeline.now()
     }
-}
-
-impl Drop for SimBackend {
-    fn drop(&mut self) {
-        let state = self.state.get_mut();
-        if state.disarmed || std::thread::panicking() {
-            return;
-        }
-        assert!(state.violations.is_empty(), "rules of the driver were broken: {:#?}", state.violations);
-        let left = (state.handles.len(), state.mappings.len(), state.reservations.len());
-        assert_eq!(left, (0, 0, 0), "handles, mappings, reservations left behind");
-        assert_eq!(self.options.timeline.open_events(), 0, "events left behind");
-    }
-}
-
-fn nanos(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }

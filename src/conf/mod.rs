@@ -10,7 +10,9 @@ mod keys;
 mod values;
 
 pub use keys::{KEYS, Key, markdown_table};
-pub(crate) use values::{duration, duration_text, size, size_text};
+use values::size_text;
+#[cfg(feature = "cli")]
+pub(crate) use values::{Ratio, duration, duration_text, size};
 
 use crate::config::{Config, SizeOrShare};
 use crate::error::{Error, Result};

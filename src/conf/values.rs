@@ -11,6 +11,27 @@ const DECIMALS: f64 = 1e6;
 pub(super) const SIZE_FORM: &str = "a size such as 2MiB, 512K, 40G or plain bytes";
 pub(super) const DURATION_FORM: &str = "a duration such as 5s, 200ms or 50us";
 
+/// A decimal number of the command line, exact.
+#[cfg(feature = "cli")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Ratio {
+    scaled: u128,
+    scale: u128,
+}
+
+#[cfg(feature = "cli")]
+impl Ratio {
+    pub(crate) fn parse(text: &str) -> Option<Self> {
+        decimal(text).map(|(scaled, scale)| Self { scaled, scale })
+    }
+
+    /// This many times `bytes`, rounded down; the largest number where it is more.
+    pub(crate) fn of(self, bytes: u64) -> u64 {
+        let times = self.scaled.saturating_mul(u128::from(bytes)) / self.scale;
+        u64::try_from(times).unwrap_or(u64::MAX)
+    }
+}
+
 /// A decimal number as an integer over a power of ten: `1.5` is (15, 10).
 fn decimal(text: &str) -> Option<(u128, u128)> {
     let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));

@@ -108,6 +108,7 @@ impl Inner {
         }
         segment.nodes[node].kind = Kind::Live;
         segment.live_blocks += 1;
+        segment.taken_units += u64::from(wanted.len);
         Outcome::Done(self.hand_out(&mut segment, node, wanted))
     }
 

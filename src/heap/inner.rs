@@ -145,7 +145,7 @@ impl Inner {
             CrossStream::Off => 0,
             CrossStream::Passed | CrossStream::Wait => self.epochs.passed().max(stream.waited),
         };
-        Claim { owner: stream.slot, horizon }
+        Claim { owner: stream.slot, horizon, spare_huge: false }
     }
 
     /// Checks a request. `align` in bytes.
@@ -172,16 +172,17 @@ impl Inner {
     pub(crate) fn alloc(&self, bytes: u64, align: u64, stream: StreamId) -> Result<Block> {
         let wanted = self.wanted(bytes, align, stream)?;
         let mut segment = self.segment(wanted.segment);
-        if let Some(block) = self.take_fitting(&mut segment, &wanted) {
+        if let Some(block) = self.take_fitting(&mut segment, &wanted, true) {
             return Ok(block);
         }
         drop(segment);
         self.alloc_slow(&wanted)
     }
 
-    /// Serves a request from mapped free memory, if there is any at one place.
-    pub(crate) fn take_fitting(&self, segment: &mut Segment, wanted: &Wanted) -> Option<Block> {
-        let claim = self.claim(wanted.stream);
+    /// Serves a request from mapped free memory, if there is any at one place (with `spare_huge`, not from
+    /// blocks much larger than the request).
+    pub(crate) fn take_fitting(&self, segment: &mut Segment, wanted: &Wanted, spare_huge: bool) -> Option<Block> {
+        let claim = Claim { spare_huge, ..self.claim(wanted.stream) };
         let found = segment
             .find_own(wanted.len, wanted.align, claim)
             .or_else(|| segment.find_passed(wanted.len, wanted.align, claim))?;

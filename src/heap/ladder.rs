@@ -10,6 +10,7 @@ use crate::error::{DriverError, Error, OutOfMemory, Result};
 use crate::plan::place::{self, Request};
 use crate::plan::source::{self, Terms};
 use crate::plan::{Placement, Supply, Victim};
+use crate::policy;
 use crate::segment::nodes::Kind;
 use crate::segment::{Segment, Stamp};
 use crate::units::{GIB, GRANULE, UNIT, UNITS_PER_GRANULE};
@@ -23,6 +24,16 @@ const REPLANS: u32 = 64;
 const SLICE: Duration = Duration::from_micros(200);
 /// Share of live memory that `defrag:eager` lets lie idle.
 const EAGER_SLACK: f64 = 0.004;
+
+/// What planning found.
+enum Found<'a> {
+    /// A fitting free block after all.
+    Fitting(Block),
+    /// Addresses in the locked segment, and memory for them.
+    Plan(MutexGuard<'a, Segment>, Placement, Supply),
+    /// Not enough memory that may be used now.
+    Nothing,
+}
 
 /// What a rung of the ladder found.
 enum Rung {
@@ -92,6 +103,15 @@ impl Inner {
         self.reap(slow);
     }
 
+    /// Waits for the device, where page tables may not be edited beside running kernels. Only then is
+    /// the driver lock held while waiting: nobody may edit meanwhile.
+    fn quiesce_device(&self) -> Result<()> {
+        self.close_epoch();
+        self.driver.backend().quiesce()?;
+        self.epochs.poll(self.driver.backend());
+        Ok(())
+    }
+
     /// Frees blocks whose declared uses have completed.
     pub(crate) fn settle_pending(&self) {
         let backend = self.driver.backend();
@@ -128,15 +148,20 @@ impl Inner {
         let mut cap = slow.limit;
         for _ in 0..REPLANS {
             let mut segment = self.segment(wanted.segment);
-            if let Some(block) = self.take_fitting(&mut segment, wanted) {
+            if let Some(block) = self.take_fitting(&mut segment, wanted, true) {
                 return Ok(Rung::Served(block));
             }
-            let Some((segment, placement, supply)) = self.plan(slow, segment, wanted, cap)? else {
+            if self.quiesce {
+                drop(segment);
+                self.quiesce_device()?;
+                segment = self.segment(wanted.segment);
+            }
+            let (segment, placement, supply) = match self.plan(slow, segment, wanted, cap)? {
+                Found::Plan(segment, placement, supply) => (segment, placement, supply),
+                Found::Fitting(block) => return Ok(Rung::Served(block)),
                 // A handle behind free blocks of several streams can move once they are one block.
-                if self.merge_passed() {
-                    continue;
-                }
-                return Ok(Rung::Nothing(refusal));
+                Found::Nothing if self.merge_passed() => continue,
+                Found::Nothing => return Ok(Rung::Nothing(refusal)),
             };
             match self.execute(slow, segment, wanted, &placement, &supply) {
                 Outcome::Done(block) => return Ok(Rung::Served(block)),
@@ -151,20 +176,20 @@ impl Inner {
         Ok(Rung::Nothing(refusal))
     }
 
-    /// Finds addresses and memory. `Ok(None)`: there is not enough memory that may be used now.
+    /// Finds addresses and memory.
     fn plan<'a>(
         &'a self,
         slow: &mut Slow,
         mut segment: MutexGuard<'a, Segment>,
         wanted: &Wanted,
         cap: u64,
-    ) -> Result<Option<(MutexGuard<'a, Segment>, Placement, Supply)>> {
+    ) -> Result<Found<'a>> {
         let claim = self.claim(wanted.stream);
         let request = Request { len: wanted.len, align: wanted.align, claim };
         let reserved = slow.physical.reserved();
-        let handle_max = (self.config.handle_max / GRANULE) as u32;
         let hard = (cap.saturating_sub(reserved)) / GRANULE;
-        let sized = handle_size(hard, handle_max);
+        let handle_max = self.handle_cap(slow, &segment, wanted.segment);
+        let sized = policy::handle_size(hard, handle_max);
         let price = |missing: &[std::ops::Range<u32>]| Some(source::price(missing, sized));
         let mut placement = place::best(&segment, request, price);
         if placement.is_none() {
@@ -191,19 +216,34 @@ impl Inner {
         }
         // Above a limit that was lowered, nothing is created for what is released.
         rungs.extend((reserved <= cap).then_some((hard, moves, true)));
-        for (budget, moves, rechunk) in rungs {
+        for (rung, (budget, moves, rechunk)) in rungs.into_iter().enumerate() {
+            if rung == 1 {
+                // Before anything moves, huge blocks are cut after all.
+                if let Some(block) = self.take_fitting(&mut segment, wanted, false) {
+                    return Ok(Found::Fitting(block));
+                }
+            }
             let victims = if moves || rechunk {
                 found.get_or_insert_with(|| self.victims(slow, &segment, wanted, keep.clone())).clone()
             } else {
                 Vec::new()
             };
-            let terms = Terms { budget, handle_max: handle_size(budget, handle_max), moves, rechunk, step };
+            let terms = Terms { budget, handle_max: policy::handle_size(budget, handle_max), moves, rechunk, step };
             let passed = self.epochs.passed();
             if let Some(supply) = source::supply(&placement, slow.physical.cached(), victims, terms, passed) {
-                return Ok(Some((segment, placement, supply)));
+                return Ok(Found::Plan(segment, placement, supply));
             }
         }
-        Ok(None)
+        Ok(Found::Nothing)
+    }
+
+    /// Largest handle to create for a segment, in granules.
+    fn handle_cap(&self, slow: &Slow, segment: &Segment, index: u16) -> u32 {
+        let most = u32::try_from(self.config.handle_max / GRANULE).unwrap_or(u32::MAX).max(1);
+        if index != LARGE {
+            return most;
+        }
+        policy::handle_cap(slow.limit / GRANULE, most, segment.taken_units, segment.gone_units)
     }
 
     /// Granules that growth may create before pages move instead.
@@ -393,11 +433,4 @@ impl Inner {
             driver,
         }))
     }
-}
-
-/// Largest handle to create while `budget` granules may still be created: sizes fall as memory fills,
-/// so that the last of it is made of handles that fit anywhere.
-fn handle_size(budget: u64, handle_max: u32) -> u32 {
-    let share = u32::try_from((budget / 16).max(1)).unwrap_or(u32::MAX);
-    handle_max.min(1 << (31 - share.leading_zeros()))
 }

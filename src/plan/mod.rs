@@ -27,13 +27,6 @@ pub(crate) struct Placement {
     pub(crate) room: u32,
 }
 
-impl Placement {
-    /// Granules without memory.
-    pub(crate) fn missing_granules(&self) -> u32 {
-        self.missing.iter().map(|run| run.end - run.start).sum()
-    }
-}
-
 /// A whole handle that lies idle behind free addresses and may be moved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Victim {

@@ -4,6 +4,7 @@
 use super::{Fill, Placement, Source, Supply, Victim};
 use crate::backend::cost;
 use crate::physical::Physical;
+use crate::policy::floor_pow2;
 use crate::segment::nodes::Kind;
 use crate::segment::{Claim, Segment};
 use crate::units::{GRANULE, UNITS_PER_GRANULE, granule_ceil, granule_floor};
@@ -23,11 +24,6 @@ pub(crate) struct Terms {
     pub(crate) rechunk: bool,
     /// The last run may grow up to a multiple of this, where addresses and budget allow.
     pub(crate) step: u32,
-}
-
-/// Largest power of two that is at most `n` (n > 0).
-const fn floor_pow2(n: u32) -> u32 {
-    1 << (31 - n.leading_zeros())
 }
 
 /// Handles that `granules` take when cut into powers of two of at most `max`.
@@ -115,10 +111,10 @@ pub(crate) fn supply(
             }
             let most = u32::try_from(budget).unwrap_or(u32::MAX).min(terms.handle_max);
             if most > 0 {
-                let mut granules = floor_pow2(rest.min(most));
+                let mut granules = floor_pow2(u64::from(rest.min(most)));
                 // Growth beyond the request pays where addresses follow and memory is plenty.
                 if index == last && terms.step > 1 && rest < terms.step {
-                    let stepped = floor_pow2(terms.step.min(most));
+                    let stepped = floor_pow2(u64::from(terms.step.min(most)));
                     if stepped >= rest && stepped - rest <= placement.room {
                         granules = stepped;
                     }

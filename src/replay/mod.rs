@@ -4,6 +4,7 @@
 //! the [`Device`]. A replay ends with its last event or with the first allocation that fails.
 #![deny(unsafe_code)]
 
+mod access;
 mod device;
 pub mod least;
 mod report;

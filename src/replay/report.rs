@@ -76,7 +76,7 @@ pub struct Report {
 }
 
 /// What `xseg least` adds.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
 pub struct LeastFields {
     /// The least limit in bytes.
     pub least: Option<u64>,
@@ -127,6 +127,12 @@ impl Report {
             detail: figures.detail.clone(),
             least: None,
         }
+    }
+
+    /// Adds the answer of `xseg least`, in bytes; `None`: no limit was enough.
+    pub fn set_least(&mut self, least: Option<u64>) {
+        let least_factor = least.map(|least| least as f64 / self.peak_requested as f64);
+        self.least = Some(LeastFields { least, least_factor });
     }
 
     /// Completed, gave everything back, and found no mismatch?

@@ -1,7 +1,7 @@
 //! What can be replayed against: an allocator with its figures.
 #![forbid(unsafe_code)]
 
-pub use crate::driver::DriverCalls;
+pub use crate::backend::DriverCalls;
 
 /// Why an allocator refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -17,6 +17,9 @@ use std::ops::Range;
 /// Free blocks of one bin that a search looks at, and bins that it goes through.
 const SCAN: usize = 32;
 const BINS: usize = 4;
+/// Free blocks of this many units (256 MiB) and more are huge; a request of more than a quarter of one may cut it.
+const HUGE: u32 = 256 * 2048;
+const HUGE_RATIO: u32 = 4;
 
 /// Whose free memory a request may take.
 #[derive(Debug, Clone, Copy)]
@@ -25,6 +28,8 @@ pub(crate) struct Claim {
     pub(crate) owner: u16,
     /// Memory freed in this epoch or before is free for this stream, whoever freed it.
     pub(crate) horizon: u32,
+    /// Leave huge free blocks whole: growth, where it is possible, is cheaper than gathering them again.
+    pub(crate) spare_huge: bool,
 }
 
 impl Claim {
@@ -57,6 +62,9 @@ pub(crate) struct Segment {
     pub(crate) freed_units: u64,
     /// Live blocks.
     pub(crate) live_blocks: u64,
+    /// Units that blocks were given, and gave back, so far.
+    pub(crate) taken_units: u64,
+    pub(crate) gone_units: u64,
 }
 
 impl Segment {
@@ -122,7 +130,8 @@ impl Segment {
         let accept = |id: NodeId| {
             let node = &self.nodes[id];
             let fits = node.start.next_multiple_of(align) - node.start <= node.len - len;
-            (fits && claim.may_take(node)).then_some(u64::from(node.len))
+            let spared = claim.spare_huge && node.len >= HUGE && node.len / HUGE_RATIO >= len;
+            (fits && !spared && claim.may_take(node)).then_some(u64::from(node.len))
         };
         bins.best(&self.nodes, len, SCAN, BINS, accept).or_else(|| {
             if align > 1 { bins.best(&self.nodes, len.checked_add(align)?, SCAN, BINS, accept) } else { None }
@@ -153,6 +162,7 @@ impl Segment {
             self.bin_insert(rest);
         }
         self.live_blocks += 1;
+        self.taken_units += u64::from(len);
         live
     }
 
@@ -170,6 +180,7 @@ impl Segment {
         node.age = clock;
         node.has_uses = false;
         self.freed_units += u64::from(node.len);
+        self.gone_units += u64::from(node.len);
         self.coalesce(id, passed)
     }
 
@@ -336,7 +347,7 @@ impl Segment {
         let mut out = Shared::default();
         let mut counted = u32::MAX;
         let mut live_in_granule: (u32, u32) = (u32::MAX, 0);
-        let mut close = |state: &mut (u32, u32), out: &mut Shared| {
+        let close = |state: &mut (u32, u32), out: &mut Shared| {
             if small && state.0 != u32::MAX && state.1 > 0 && state.1 < UNITS_PER_GRANULE / 4 {
                 out.pinned_by_small += 1;
             }

@@ -127,12 +127,9 @@ impl Nodes {
     /// Forgets a node.
     pub(crate) fn remove(&mut self, id: NodeId) {
         debug_assert_ne!(id, NIL);
+        // Whoever kept the index of it sees that it covers nothing any more.
+        self[id] = Node::new(Kind::Busy, 0, 0);
         self.unused.push(id);
-    }
-
-    /// Nodes in use.
-    pub(crate) fn len(&self) -> usize {
-        self.slab.len() - 1 - self.unused.len()
     }
 
     /// Bytes of metadata held.

@@ -1,5 +1,7 @@
 //! The tests' side of the stand-in driver: starting a process on it, steering it, reading its books.
 
+#![allow(dead_code, reason = "not every test binary needs all")]
+
 use libloading::Library;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -87,7 +89,6 @@ pub(crate) struct Control(Library);
 macro_rules! controls {
     ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $kind:ty),*) $(-> $result:ty)? = $symbol:literal;)*) => {
         $($(#[$doc])*
-        #[allow(dead_code, reason = "not every test binary needs all")]
         pub(crate) fn $name(&self $(, $argument: $kind)*) $(-> $result)? {
             // SAFETY: the stand-in's function of this name has this signature.
             let function = unsafe { self.0.get::<extern "C" fn($($kind),*) $(-> $result)?>($symbol) }.unwrap();

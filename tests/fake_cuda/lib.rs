@@ -244,6 +244,13 @@ driver! {
         s.used[device] -= bytes;
         Ok(())
     }
+    fn cuMemHostAlloc(memory: *mut u64, bytes: usize, flags: u32) Relaxed [bytes as u64, u64::from(flags)] |s| {
+        let mut block = vec![0u128; bytes.div_ceil(16)];
+        let address = block.as_mut_ptr().expose_provenance() as u64;
+        s.pinned.insert(address, block);
+        out!(memory, address)
+    }
+    fn cuMemFreeHost(memory: u64) Relaxed [memory] |s| { s.pinned.remove(&memory).map(drop).ok_or(INVALID_VALUE) }
     fn cuMemcpyHtoDAsync_v2(to: u64, _from: *const c_void, bytes: usize, stream: u64) Context [to, bytes as u64, stream] |s| { s.stream(stream).map(drop) }
     fn cuMemcpyDtoHAsync_v2(_to: *mut c_void, from: u64, bytes: usize, stream: u64) Context [from, bytes as u64, stream] |s| { s.stream(stream).map(drop) }
     fn cuMemsetD8Async(to: u64, value: u8, bytes: usize, stream: u64) Context [to, u64::from(value), bytes as u64, stream] |s| { s.stream(stream).map(drop) }
@@ -317,7 +324,7 @@ driver! {
 
     fn cuModuleLoadData(module: *mut u64, image: *const c_char) Context [] |s| {
         // SAFETY: the caller passes a text that ends with zero.
-        if !unsafe { std::ffi::CStr::from_ptr(image) }.to_bytes().starts_with(b".version") {
+        if !unsafe { std::ffi::CStr::from_ptr(image) }.to_string_lossy().contains(".version ") {
             return Err(INVALID_VALUE);
         }
         s.modules += 1;
@@ -363,7 +370,7 @@ pub extern "C" fn fake_fail_pending() -> bool {
 }
 
 /// What exists: 0 handles, 1 mappings, 2 reservations, 3 events, 4 retained contexts, 5 modules,
-/// 6 accessible mappings, 7 plain allocations.
+/// 6 accessible mappings, 7 plain and pinned allocations, 8 streams.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_count(what: u32) -> u64 {
     let state = lock();
@@ -375,7 +382,8 @@ pub extern "C" fn fake_count(what: u32) -> u64 {
         4 => state.retained.iter().map(|count| u64::from(*count)).sum(),
         5 => u64::from(state.modules),
         6 => state.mappings.values().filter(|mapping| mapping.accessible).count() as u64,
-        7 => state.plain.len() as u64,
+        7 => (state.plain.len() + state.pinned.len()) as u64,
+        8 => state.streams.len() as u64,
         _ => u64::MAX,
     }
 }

@@ -64,7 +64,10 @@ pub(crate) struct State {
     /// Handles of destroyed streams; the next stream gets the last one again.
     pub(crate) old_streams: Vec<u64>,
     pub(crate) events: HashMap<u64, EventState>,
+    /// By `cuMemAlloc`.
     pub(crate) plain: HashMap<u64, u64>,
+    /// By `cuMemHostAlloc`: memory that is really there.
+    pub(crate) pinned: HashMap<u64, Vec<u128>>,
     pub(crate) modules: u32,
     /// New events stay pending until [`State::complete`].
     pub(crate) hold: bool,

@@ -92,7 +92,9 @@ impl Lab {
 
     pub fn work_at(&self, stream: StreamId, address: u64, bytes: u64, length: Duration) {
         match &self.device {
-            Device::Sim(sim) => sim.queue_work(stream, address, bytes, length),
+            Device::Sim(sim) => {
+                sim.queue_work(stream, address, bytes, length).expect("the range is accessible");
+            }
             Device::Host(host) => {
                 assert!(host.0.is_mapped(address, bytes), "work on {address:#x}, which is not mapped");
                 self.time.queue(stream, length);

@@ -1,0 +1,90 @@
+//! The device suite: measures and checks on a real GPU, and writes a report.
+//!
+//! Each section is a file of `src/device_suite`; see [`device_suite::SECTIONS`].
+
+#[path = "../device_suite/mod.rs"]
+mod device_suite;
+
+use clap::Parser;
+use device_suite::{Report, SECTIONS, Suite, report};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Measures and checks xseg on a real GPU and writes a report in Markdown and JSON.
+#[derive(Debug, Parser)]
+#[command(version, after_help = sections())]
+struct Arguments {
+    /// Index of the device.
+    #[arg(long, default_value_t = 0)]
+    device: u32,
+    /// Folder for the report (FILE.md and FILE.json; FILE holds the date and the GPU).
+    #[arg(long, default_value = "benches/results")]
+    out: PathBuf,
+    /// Commit that was built, for the report.
+    #[arg(long, default_value = "unknown")]
+    commit: String,
+    /// Only these sections, in their own order.
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
+    /// Not these sections.
+    #[arg(long, value_delimiter = ',')]
+    skip: Vec<String>,
+    /// Less memory and fewer rounds: to see that everything works, not to measure.
+    #[arg(long)]
+    quick: bool,
+    /// GiB that the growth section grows to (at most 80 % of what is free).
+    #[arg(long, default_value_t = 64)]
+    growth: u64,
+}
+
+fn sections() -> String {
+    let lines = SECTIONS.iter().map(|section| format!("  {:<12} {}", section.name, section.what));
+    format!("Sections:\n{}", lines.collect::<Vec<_>>().join("\n"))
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let known = |name: &String| SECTIONS.iter().any(|section| section.name == name);
+    if let Some(name) = arguments.only.iter().chain(&arguments.skip).find(|name| !known(name)) {
+        eprintln!("xseg-device: there is no section {name}; {}", sections());
+        return ExitCode::from(2);
+    }
+    match run(&arguments) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("xseg-device: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs the sections; says whether all checks passed. The report is written after each section, so
+/// that a run which is cut short leaves what it had.
+fn run(arguments: &Arguments) -> Result<bool, Box<dyn std::error::Error>> {
+    let suite = Suite::open(arguments.device, arguments.quick, arguments.growth)?;
+    let mut report = Report::new(&suite, &arguments.commit);
+    let chosen = SECTIONS.iter().filter(|section| {
+        let listed = |names: &[String]| names.iter().any(|name| name == section.name);
+        (arguments.only.is_empty() || listed(&arguments.only)) && !listed(&arguments.skip)
+    });
+    for section in chosen {
+        eprintln!("xseg-device: {} ({})", section.name, section.what);
+        let start = std::time::Instant::now();
+        let mut done = (section.run)(&suite).unwrap_or_else(|error| {
+            let mut failed = report::Section::new(section.what);
+            failed.check("the section ran", error.to_string(), false);
+            failed
+        });
+        done.name = section.name.into();
+        done.seconds = start.elapsed().as_secs_f64();
+        for check in done.checks.iter().filter(|check| !check.passed) {
+            eprintln!("xseg-device: FAILED: {}: {}", check.what, check.found);
+        }
+        report.sections.push(done);
+        report.write(&arguments.out)?;
+    }
+    println!("{}", report.markdown());
+    eprintln!("xseg-device: written to {}", report.path(&arguments.out, "md").display());
+    Ok(report.passed())
+}

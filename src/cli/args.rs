@@ -1,0 +1,157 @@
+//! Arguments and their forms.
+#![forbid(unsafe_code)]
+
+use crate::backend::inject::Fault;
+use crate::conf::{Ratio, duration, size};
+use crate::config::{BackendChoice, Config, SizeOrShare};
+use crate::units::{GRANULE, round_down};
+use clap::Args;
+use std::path::PathBuf;
+use std::time::Duration;
+
+pub(super) const REPLAY_EXAMPLES: &str = "\
+Examples:
+  xseg replay traces                                    all shipped traces, in a table
+  xseg replay run.pickle --limit 40G --backend sim      what a PyTorch snapshot would have needed
+  xseg replay traces/moe.trace.xz --backend host --verify --limit 1.05x --gpu-lag 20ms
+  xseg replay traces --allocator all --json             every allocator, one JSON object a line";
+
+pub(super) const LEAST_EXAMPLES: &str = "\
+Examples:
+  xseg least traces --backend sim
+  xseg least traces/fsdp.trace.xz --conf handle_max:20MiB --json
+
+Limits are tried in steps of 0.05 % of peak requested, rounded down to 2 MiB. The answer is the lowest step \
+that completes together with the 20 steps above it.";
+
+/// Arguments of `replay` and `least`.
+#[derive(Debug, Args)]
+pub(super) struct RunArgs {
+    /// Trace files (.trace, PyTorch snapshot .pickle, each also .xz or .zst) or folders of them
+    #[arg(required = true, value_name = "TRACE")]
+    pub(super) traces: Vec<PathBuf>,
+    /// Where memory comes from: auto, cuda, cuda=N, host or sim (no memory; calls are counted and priced)
+    #[arg(long, value_name = "BACKEND")]
+    pub(super) backend: Option<String>,
+    /// Most physical memory: a size such as 40G, or a factor of the trace's peak such as 1.02x
+    #[arg(long, value_name = "SIZE|FACTORx", value_parser = limit)]
+    pub(super) limit: Option<Limit>,
+    /// Settings over those of `XSEG_CONF`, in the same form: key:value,key:value
+    #[arg(long, value_name = "CONF")]
+    pub(super) conf: Option<String>,
+    /// Allocator to replay against, or `all`
+    #[arg(long, value_name = "NAME", default_value = "xseg")]
+    pub(super) allocator: String,
+    /// Work is done this long after it was queued, in trace time (sim, host)
+    #[arg(long, value_name = "DURATION", value_parser = duration, default_value = "0")]
+    pub(super) gpu_lag: Duration,
+    /// Stamp each block when allocated and check it when freed (host)
+    #[arg(long)]
+    pub(super) verify: bool,
+    /// Break the heap on purpose, which the verification must find: swap, lost or early-unmap
+    #[arg(long, value_name = "FAULT", requires = "verify")]
+    pub(super) inject: Option<Fault>,
+    /// Print one JSON object a line instead of a table
+    #[arg(long)]
+    pub(super) json: bool,
+}
+
+/// Arguments of `conf`.
+#[derive(Debug, Args)]
+pub(super) struct ConfArgs {
+    /// Settings over those of `XSEG_CONF`
+    #[arg(long, value_name = "CONF")]
+    pub(super) conf: Option<String>,
+    /// Print one JSON object a line instead of a table
+    #[arg(long)]
+    pub(super) json: bool,
+}
+
+/// Arguments of `info`.
+#[derive(Debug, Args)]
+pub(super) struct InfoArgs {
+    /// Print one JSON object a line instead of text
+    #[arg(long)]
+    pub(super) json: bool,
+}
+
+/// A limit as given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Limit {
+    /// Bytes.
+    Bytes(u64),
+    /// Times peak requested.
+    Times(Ratio),
+}
+
+fn limit(text: &str) -> Result<Limit, String> {
+    match text.strip_suffix('x') {
+        Some(factor) => Ratio::parse(factor).map(Limit::Times).ok_or_else(|| "write a factor such as 1.02x".to_owned()),
+        None => {
+            size(text).map(Limit::Bytes).map_err(|why| format!("{why}; or write a factor of the peak such as 1.02x"))
+        }
+    }
+}
+
+impl Limit {
+    /// In bytes; a factor is rounded down to a granule.
+    pub(super) fn bytes(self, peak_requested: u64) -> u64 {
+        match self {
+            Self::Bytes(bytes) => bytes,
+            Self::Times(factor) => round_down(factor.of(peak_requested), GRANULE),
+        }
+    }
+}
+
+/// Settings of `XSEG_CONF` with `conf` over them.
+pub(super) fn layered(conf: Option<&str>) -> Result<Config, String> {
+    let mut config = Config::default();
+    config.apply_env().map_err(|error| error.to_string())?;
+    if let Some(text) = conf {
+        config.apply(text).map_err(|error| named("--conf", &error))?;
+    }
+    Ok(config)
+}
+
+/// `config` with `limit` over it, checked.
+pub(super) fn with_limit(config: &Config, limit: Option<u64>) -> Result<Config, String> {
+    let mut config = config.clone();
+    if let Some(bytes) = limit {
+        if bytes < GRANULE {
+            return Err(format!("a limit of {bytes} bytes is less than one granule; give at least 2MiB"));
+        }
+        config.limit = Some(SizeOrShare::Bytes(bytes));
+    }
+    config.check().map_err(|error| named("the settings contradict each other", &error))?;
+    Ok(config)
+}
+
+/// The backend of the command line.
+pub(super) fn backend(text: &str) -> Result<BackendChoice, String> {
+    let mut config = Config::default();
+    config.apply(&format!("backend:{text}")).map_err(|error| named("--backend", &error))?;
+    Ok(config.backend)
+}
+
+fn named(source: &str, error: &crate::Error) -> String {
+    match error {
+        crate::Error::Config(why) => format!("{source}: {why}"),
+        other => format!("{source}: {other}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits() {
+        let bytes = |text| limit(text).unwrap().bytes(1000 * GRANULE + 5);
+        assert_eq!(bytes("40G"), 40 << 30);
+        assert_eq!(bytes("1.02x"), 1020 * GRANULE);
+        assert_eq!(bytes("1x"), 1000 * GRANULE);
+        assert_eq!(bytes("99999999x"), round_down(99_999_999 * (1000 * GRANULE + 5), GRANULE));
+        assert!(limit("x").is_err() && limit("-1x").is_err() && limit("10GB").is_err());
+        assert!(with_limit(&Config::default(), Some(5)).is_err());
+    }
+}

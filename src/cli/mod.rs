@@ -1,0 +1,99 @@
+//! The `xseg` command.
+//!
+//! Exit status: 0 when all is well, 1 when a replay ran out of memory, failed or found a mismatch, 2 for
+//! bad usage or input. Results go to stdout, everything else to stderr.
+#![forbid(unsafe_code)]
+
+mod args;
+mod baseline;
+mod files;
+mod progress;
+mod run;
+mod show;
+mod subjects;
+mod tables;
+
+use args::{ConfArgs, InfoArgs, RunArgs};
+use clap::{Parser, Subcommand};
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+/// A GPU memory allocator that defragments by remapping: replay traces through it, compare, look up settings.
+#[derive(Debug, Parser)]
+#[command(
+    name = "xseg",
+    version,
+    arg_required_else_help = true,
+    after_help = "Example: xseg replay traces --backend sim --limit 1.02x\n\nSettings come from the command line, \
+                  then --conf, then XSEG_CONF, then the defaults (see `xseg conf`)."
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Replay allocation traces through an allocator and report memory, moves and driver time.
+    #[command(after_help = args::REPLAY_EXAMPLES)]
+    Replay(RunArgs),
+    /// Find the least memory limit at which a trace completes.
+    #[command(after_help = args::LEAST_EXAMPLES)]
+    Least(RunArgs),
+    /// Show every key of XSEG_CONF with its meaning, default and present value.
+    #[command(after_help = "Example: XSEG_CONF=limit:40G xseg conf")]
+    Conf(ConfArgs),
+    /// Show which backends work here, their device, memory and capabilities.
+    #[command(after_help = "Example: xseg info --json")]
+    Info(InfoArgs),
+}
+
+/// Why a command ends early.
+#[derive(Debug)]
+enum Failure {
+    /// Bad usage or input; the sentence says what to do.
+    Usage(String),
+    /// Whoever read the output went away.
+    Closed,
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::BrokenPipe => Self::Closed,
+            _ => Self::Usage(format!("cannot write the result: {error}; check where stdout goes")),
+        }
+    }
+}
+
+impl From<crate::Error> for Failure {
+    fn from(error: crate::Error) -> Self {
+        Self::Usage(error.to_string())
+    }
+}
+
+/// Runs the command that the process's arguments name. For `main`; exits by itself on `--help`.
+#[must_use]
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let mut out = io::stdout().lock();
+    let result = match &cli.command {
+        Command::Replay(args) => run::replay(args, &mut out),
+        Command::Least(args) => run::least(args, &mut out),
+        Command::Conf(args) => show::conf(args, &mut out),
+        Command::Info(args) => show::info(args, &mut out),
+    };
+    match result.and_then(|status| out.flush().map_err(Failure::from).map(|()| status)) {
+        Ok(status) => ExitCode::from(status),
+        Err(Failure::Closed) => ExitCode::SUCCESS,
+        Err(Failure::Usage(why)) => {
+            complain(&why);
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// A sentence on stderr. That stderr is closed is no reason to stop.
+fn complain(why: &str) {
+    let _ = writeln!(io::stderr(), "xseg: {why}");
+}

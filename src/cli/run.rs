@@ -1,0 +1,171 @@
+//! `xseg replay` and `xseg least`.
+#![forbid(unsafe_code)]
+
+use super::args::{self, RunArgs};
+use super::progress::Progress;
+use super::subjects::{self, Request, subject_for};
+use super::{Failure, complain, files, tables};
+use crate::backend::BackendKind;
+use crate::config::Config;
+use crate::replay::{Options, Outcome, Report, least};
+use crate::trace::Trace;
+use std::io::Write;
+
+/// Exit status: a replay did not complete or found a mismatch.
+const BAD_RUN: u8 = 1;
+/// Exit status: an input could not be read or used.
+const BAD_INPUT: u8 = 2;
+
+/// Runs `xseg replay`; the exit status.
+pub(super) fn replay(args: &RunArgs, out: &mut dyn Write) -> Result<u8, Failure> {
+    let mut session = Session::new(args)?;
+    session.each(out, |session, trace, allocator| {
+        let limit = session.args.limit.map(|limit| limit.bytes(trace.peak_requested()));
+        session.report(trace, allocator, limit)
+    })?;
+    session.finish(out, tables::replays)
+}
+
+/// Runs `xseg least`; the exit status.
+pub(super) fn least(args: &RunArgs, out: &mut dyn Write) -> Result<u8, Failure> {
+    if args.limit.is_some() {
+        return Err(Failure::Usage("`least` searches the limit itself; leave --limit out".into()));
+    }
+    let mut session = Session::new(args)?;
+    session.each(out, |session, trace, allocator| {
+        let peak = trace.peak_requested();
+        let found = least::search(peak, |limit| {
+            let factor = limit as f64 / peak as f64;
+            session.progress.spin(format!("{} with {allocator}: trying {factor:.4} times peak requested", trace.name));
+            session.run(trace, allocator, Some(limit), false).map(|run| run.outcome.completed())
+        })?;
+        let mut report = session.report(trace, allocator, Some(found.unwrap_or(4 * peak)))?;
+        report.set_least(found);
+        Ok(report)
+    })?;
+    session.finish(out, tables::leasts)
+}
+
+/// One run with what it ran on.
+struct Run {
+    outcome: Outcome,
+    backend: BackendKind,
+    config: Config,
+}
+
+struct Session<'a> {
+    args: &'a RunArgs,
+    config: Config,
+    allocators: Vec<&'a str>,
+    progress: Progress,
+    reports: Vec<Report>,
+    status: u8,
+}
+
+impl<'a> Session<'a> {
+    fn new(args: &'a RunArgs) -> Result<Self, Failure> {
+        let mut config = args::layered(args.conf.as_deref()).map_err(Failure::Usage)?;
+        if let Some(backend) = &args.backend {
+            config.backend = args::backend(backend).map_err(Failure::Usage)?;
+        }
+        let names = subjects::names();
+        let allocators = match args.allocator.as_str() {
+            "all" => names,
+            one if names.contains(&one) => vec![one],
+            other => {
+                let known = names.join(", ");
+                return Err(Failure::Usage(format!(
+                    "there is no allocator `{other}`; the allocators are {known}, all"
+                )));
+            }
+        };
+        Ok(Self { args, config, allocators, progress: Progress::new(), reports: Vec::new(), status: 0 })
+    }
+
+    /// Calls `one` for every trace and allocator. What is wrong with one trace does not stop the others.
+    fn each(
+        &mut self,
+        out: &mut dyn Write,
+        mut one: impl FnMut(&Self, &Trace, &str) -> Result<Report, String>,
+    ) -> Result<(), Failure> {
+        let (files, wrong) = files::expand(&self.args.traces);
+        wrong.iter().for_each(|why| self.complain(why, BAD_INPUT));
+        for file in &files {
+            self.progress.spin(format!("reading {}", file.display()));
+            let trace = match Trace::load(file) {
+                Ok(trace) => trace,
+                Err(error) => {
+                    self.complain(&format!("{}: {error}", file.display()), BAD_INPUT);
+                    continue;
+                }
+            };
+            for allocator in self.allocators.clone() {
+                match one(self, &trace, allocator) {
+                    Ok(report) => self.add(report, out)?,
+                    Err(why) => self.complain(&format!("{}: {why}", trace.name), BAD_INPUT),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn run(&self, trace: &Trace, allocator: &str, limit: Option<u64>, show: bool) -> Result<Run, String> {
+        let config = args::with_limit(&self.config, limit)?;
+        let request = Request {
+            allocator,
+            config: config.clone(),
+            lag: self.args.gpu_lag,
+            verify: self.args.verify,
+            fault: self.args.inject,
+            one_stream: trace.streams.len() == 1,
+        };
+        let mut opened = subject_for(&request)?;
+        if show {
+            self.progress.bar(format!("{} with {allocator}", trace.name), trace.events.len() as u64);
+        }
+        let mut step = |at: usize| self.progress.at(at as u64);
+        let progress: Option<&mut dyn FnMut(usize)> = if show { Some(&mut step) } else { None };
+        let mut options = Options { clock: opened.clock, device: opened.device, progress };
+        let outcome = crate::replay::replay(trace, &mut *opened.subject, &mut options);
+        Ok(Run { outcome, backend: opened.backend, config })
+    }
+
+    fn report(&self, trace: &Trace, allocator: &str, limit: Option<u64>) -> Result<Report, String> {
+        let Run { outcome, backend, config } = self.run(trace, allocator, limit, true)?;
+        let limit = subjects::limit_of(&config);
+        let report = Report::new(trace, allocator, backend.name(), config.to_string(), limit, &outcome);
+        for example in outcome.findings.iter().flat_map(|findings| &findings.examples) {
+            self.progress.aside(|| complain(&format!("{}: mismatch: {example}", trace.name)));
+        }
+        Ok(report)
+    }
+
+    fn add(&mut self, report: Report, out: &mut dyn Write) -> Result<(), Failure> {
+        if let Some(error) = &report.error {
+            self.complain(&format!("{} with {}: {error}", report.trace, report.allocator), BAD_RUN);
+        }
+        if !report.is_good() {
+            self.status = self.status.max(BAD_RUN);
+        }
+        if self.args.json {
+            let line = serde_json::to_string(&report).map_err(std::io::Error::from)?;
+            self.progress.aside(|| writeln!(out, "{line}").and_then(|()| out.flush()))?;
+        }
+        self.reports.push(report);
+        Ok(())
+    }
+
+    fn complain(&mut self, why: &str, status: u8) {
+        self.progress.aside(|| complain(why));
+        self.status = self.status.max(status);
+    }
+
+    fn finish(self, out: &mut dyn Write, table: impl FnOnce(&[Report]) -> String) -> Result<u8, Failure> {
+        let Self { args, reports, status, progress, .. } = self;
+        drop(progress);
+        if !args.json && !reports.is_empty() {
+            writeln!(out, "{}", table(&reports))?;
+        }
+        Ok(status)
+    }
+}

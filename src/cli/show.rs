@@ -1,0 +1,127 @@
+//! `xseg conf` and `xseg info`.
+#![forbid(unsafe_code)]
+
+use super::args::{self, ConfArgs, InfoArgs};
+use super::{Failure, tables};
+use crate::backend::{self, cost};
+use crate::conf::KEYS;
+use crate::config::BackendChoice;
+use crate::units::human;
+use serde::Serialize;
+use std::io::Write;
+
+/// Runs `xseg conf`; the exit status.
+pub(super) fn conf(args: &ConfArgs, out: &mut dyn Write) -> Result<u8, Failure> {
+    let config = args::layered(args.conf.as_deref()).and_then(|config| args::with_limit(&config, None));
+    let config = config.map_err(Failure::Usage)?;
+    if args.json {
+        for key in &KEYS {
+            let (name, value) = (key.name, key.show(&config));
+            let line = serde_json::json!({
+                "key": name, "value": value, "default": key.default, "values": key.values, "meaning": key.meaning,
+            });
+            writeln!(out, "{line}")?;
+        }
+        return Ok(0);
+    }
+    let mut table = tables::table(["key", "default", "present", "values", "meaning"]);
+    for key in &KEYS {
+        table.add_row([key.name, key.default, &key.show(&config), key.values, key.meaning]);
+    }
+    writeln!(out, "{table}")?;
+    let text = config.to_string();
+    let same = if text.is_empty() { "nothing differs from the defaults" } else { &text };
+    writeln!(out, "XSEG_CONF for the present values: {same}")?;
+    Ok(0)
+}
+
+/// One backend as `xseg info` shows it.
+#[derive(Debug, Serialize)]
+struct Info {
+    backend: &'static str,
+    available: bool,
+    why_not: Option<String>,
+    device: String,
+    free: Option<u64>,
+    total: Option<u64>,
+    granularity: Option<u64>,
+    context_events: Option<bool>,
+    concurrent_remap: Option<bool>,
+    notes: Vec<String>,
+    driver_time: String,
+}
+
+/// Runs `xseg info`; the exit status.
+pub(super) fn info(args: &InfoArgs, out: &mut dyn Write) -> Result<u8, Failure> {
+    let choices = [("cuda", BackendChoice::Cuda(0)), ("host", BackendChoice::Host), ("sim", BackendChoice::Sim)];
+    for (name, choice) in choices {
+        let info = look(name, choice);
+        if args.json {
+            let line = serde_json::to_string(&info).map_err(std::io::Error::from)?;
+            writeln!(out, "{line}")?;
+        } else {
+            tell(&info, out)?;
+        }
+    }
+    if !args.json {
+        writeln!(out, "xseg {}", env!("CARGO_PKG_VERSION"))?;
+    }
+    Ok(0)
+}
+
+fn look(name: &'static str, choice: BackendChoice) -> Info {
+    let driver_time = if name == "cuda" { "measured".to_owned() } else { format!("modelled by {}", cost::MODEL) };
+    let mut info = Info {
+        backend: name,
+        available: false,
+        why_not: None,
+        device: String::new(),
+        free: None,
+        total: None,
+        granularity: None,
+        context_events: None,
+        concurrent_remap: None,
+        notes: Vec::new(),
+        driver_time,
+    };
+    match backend::open(choice) {
+        Ok(backend) => {
+            let capabilities = backend.capabilities();
+            info.available = true;
+            info.device.clone_from(&capabilities.device);
+            info.granularity = Some(capabilities.granularity);
+            info.context_events = Some(capabilities.context_events);
+            info.concurrent_remap = Some(capabilities.concurrent_remap);
+            info.notes.clone_from(&capabilities.notes);
+            match backend.memory() {
+                Ok(memory) => {
+                    // No bound is null, as a limit that is not there.
+                    info.free = (memory.free != u64::MAX).then_some(memory.free);
+                    info.total = (memory.total != u64::MAX).then_some(memory.total);
+                }
+                Err(error) => info.notes.push(error.to_string()),
+            }
+        }
+        Err(error) => info.why_not = Some(error.to_string()),
+    }
+    info
+}
+
+fn tell(info: &Info, out: &mut dyn Write) -> Result<(), Failure> {
+    if let Some(why) = &info.why_not {
+        writeln!(out, "{}: not available\n  {why}", info.backend)?;
+        return Ok(());
+    }
+    writeln!(out, "{}: {}", info.backend, info.device)?;
+    let size = |bytes: Option<u64>| bytes.map_or_else(|| "no bound".to_owned(), human);
+    writeln!(out, "  memory: {} free of {}", size(info.free), size(info.total))?;
+    writeln!(out, "  granule of the driver: {}", size(info.granularity))?;
+    let yes = |flag: Option<bool>| if flag == Some(true) { "yes" } else { "no" };
+    writeln!(out, "  one event for all streams of the context: {}", yes(info.context_events))?;
+    writeln!(out, "  page tables change beside running kernels: {}", yes(info.concurrent_remap))?;
+    writeln!(out, "  driver time: {}", info.driver_time)?;
+    for note in &info.notes {
+        writeln!(out, "  {note}")?;
+    }
+    Ok(())
+}

@@ -1,0 +1,211 @@
+//! From the name of an allocator to one on a backend, ready to replay.
+#![forbid(unsafe_code)]
+
+use super::baseline::Baseline;
+use crate::backend::host::{HostBackend, HostOptions};
+use crate::backend::inject::{Fault, InjectBackend};
+use crate::backend::sim::{SimBackend, SimOptions};
+use crate::backend::timeline::Timeline;
+use crate::backend::{Backend, BackendKind, StreamId};
+use crate::config::{BackendChoice, Config, SizeOrShare};
+use crate::error::Error;
+use crate::heap::Heap;
+use crate::replay::{Device, Figures, MemoryAccess, Subject, SubjectError};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What is wanted.
+#[derive(Debug, Clone)]
+pub(super) struct Request<'a> {
+    /// Its name.
+    pub(super) allocator: &'a str,
+    /// Policy, with the backend and the limit.
+    pub(super) config: Config,
+    /// Lag of the device.
+    pub(super) lag: Duration,
+    /// Stamps are to be written and checked.
+    pub(super) verify: bool,
+    /// What is to be broken.
+    pub(super) fault: Option<Fault>,
+    /// The trace has one stream.
+    pub(super) one_stream: bool,
+}
+
+/// An allocator on a backend.
+pub(super) struct Opened {
+    pub(super) subject: Box<dyn Subject>,
+    /// The backend's clock, where it is virtual.
+    pub(super) clock: Option<Timeline>,
+    /// In a verified replay.
+    pub(super) device: Option<Device>,
+    pub(super) backend: BackendKind,
+}
+
+/// Every allocator by name.
+pub(super) fn names() -> Vec<&'static str> {
+    std::iter::once("xseg").chain(crate::baselines::NAMES.iter().copied()).collect()
+}
+
+/// Opens a backend and an allocator on it.
+pub(super) fn subject_for(request: &Request<'_>) -> Result<Opened, String> {
+    if request.allocator != "xseg" {
+        return baseline_for(request);
+    }
+    let ground = Ground::open(request)?;
+    let Ground { backend, clock, device, left } = ground;
+    let kind = backend.kind();
+    let subject = Box::new(Xseg::new(request.config.clone(), backend, left).map_err(|error| error.to_string())?);
+    Ok(Opened { subject, clock, device, backend: kind })
+}
+
+/// Opens a baseline, which runs on a simulated device.
+fn baseline_for(request: &Request<'_>) -> Result<Opened, String> {
+    let name = request.allocator;
+    if request.verify || request.fault.is_some() {
+        return Err(format!("--verify and --inject are for xseg; the baseline `{name}` has no memory"));
+    }
+    if !matches!(request.config.backend, BackendChoice::Sim | BackendChoice::Auto) {
+        return Err(format!("the baseline `{name}` runs on a simulated device; give --backend sim"));
+    }
+    let clock = Timeline::new(request.lag);
+    let Some(subject) = Baseline::new(name, limit_of(&request.config), clock.clone()) else {
+        return Err(format!("there is no allocator `{name}`; the allocators are {}, all", names().join(", ")));
+    };
+    Ok(Opened { subject: Box::new(subject), clock: Some(clock), device: None, backend: BackendKind::Sim })
+}
+
+/// The limit in bytes that `config` names, if it names one.
+pub(super) fn limit_of(config: &Config) -> Option<u64> {
+    match config.limit {
+        Some(SizeOrShare::Bytes(bytes)) => Some(bytes),
+        _ => None,
+    }
+}
+
+/// Says what the backend found wrong, or what was left behind, at the end.
+type Left = Box<dyn Fn() -> Option<String>>;
+
+/// A backend and what watches it.
+struct Ground {
+    backend: Arc<dyn Backend>,
+    clock: Option<Timeline>,
+    device: Option<Device>,
+    left: Left,
+}
+
+impl Ground {
+    fn open(request: &Request<'_>) -> Result<Self, String> {
+        let lag = request.lag;
+        let clock = Timeline::new(lag);
+        match request.config.backend {
+            BackendChoice::Sim => {
+                if request.verify {
+                    return Err("--verify needs memory, and sim has none; give --backend host".into());
+                }
+                let sim = Arc::new(SimBackend::new(SimOptions { timeline: clock.clone(), ..SimOptions::default() }));
+                let watched = sim.clone();
+                let left: Left = Box::new(move || watched.violations().first().cloned());
+                Ok(Self { backend: sim, clock: Some(clock), device: None, left })
+            }
+            BackendChoice::Host => Self::host(request, clock),
+            choice => match crate::backend::open(choice) {
+                // `auto` without a GPU.
+                Ok(backend) if backend.kind() == BackendKind::Host => Self::host(request, clock),
+                Ok(_) if request.verify => Err("--verify does not work on cuda; give --backend host".into()),
+                Ok(_) if !lag.is_zero() => {
+                    Err("--gpu-lag sets a virtual clock, and a GPU has its own; give --backend host or sim".into())
+                }
+                Ok(backend) => Ok(Self { backend, clock: None, device: None, left: Box::new(|| None) }),
+                Err(error) => Err(format!("{error}; --backend host and --backend sim need no GPU")),
+            },
+        }
+    }
+
+    fn host(request: &Request<'_>, clock: Timeline) -> Result<Self, String> {
+        let options = HostOptions { timeline: Some(clock.clone()), ..HostOptions::default() };
+        let host = Arc::new(HostBackend::new(options).map_err(|error| error.to_string())?);
+        let watched = host.clone();
+        let left: Left = Box::new(move || {
+            let leaks = watched.leaks();
+            (!leaks.is_empty()).then(|| leaks.to_string())
+        });
+        if !request.verify {
+            return Ok(Self { backend: host, clock: Some(clock), device: None, left });
+        }
+        let memory: Arc<dyn MemoryAccess> = host.clone();
+        let device = Device::new(&clock, memory, request.one_stream);
+        let (due, held) = (device.clone(), device.clone());
+        let backend = InjectBackend::new(host, request.fault)
+            .on_clock(move || due.run_due())
+            .on_stream_wait(move |stream| held.hold(stream.0));
+        Ok(Self { backend: Arc::new(backend), clock: Some(clock), device: Some(device), left })
+    }
+}
+
+/// The heap under replay.
+struct Xseg {
+    heap: Heap,
+    left: Left,
+}
+
+impl Xseg {
+    fn new(config: Config, backend: Arc<dyn Backend>, left: Left) -> crate::Result<Self> {
+        Ok(Self { heap: Heap::builder().config(config).backend(backend).build()?, left })
+    }
+}
+
+impl From<Error> for SubjectError {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::OutOfMemory(_) | Error::AddressSpace { .. } => Self::OutOfMemory(error.to_string()),
+            _ => Self::Other(error.to_string()),
+        }
+    }
+}
+
+impl Subject for Xseg {
+    fn name(&self) -> &str {
+        "xseg"
+    }
+
+    fn alloc(&mut self, bytes: u64, stream: u64) -> Result<u64, SubjectError> {
+        Ok(self.heap.alloc_raw(bytes, StreamId(stream))?)
+    }
+
+    fn free(&mut self, address: u64) -> Result<(), SubjectError> {
+        Ok(self.heap.free_raw(address)?)
+    }
+
+    fn record_use(&mut self, address: u64, stream: u64) -> Result<(), SubjectError> {
+        Ok(self.heap.record_use(address, StreamId(stream))?)
+    }
+
+    fn figures(&self) -> Figures {
+        let stats = self.heap.stats();
+        Figures {
+            allocated: stats.allocated,
+            reserved: stats.reserved,
+            peak_allocated: stats.peak_allocated,
+            peak_reserved: stats.peak_reserved,
+            driver_calls: stats.driver_calls,
+            driver_nanos: stats.driver_nanos,
+            host_waits: stats.host_waits,
+            gpu_waits: stats.gpu_waits,
+            handles_moved: stats.handles_moved,
+            handles_joined: stats.handles_joined,
+            bytes_moved: stats.bytes_moved,
+            bytes_copied: stats.bytes_copied,
+            detail: serde_json::Value::Null,
+        }
+    }
+
+    fn finish(&mut self) -> Result<(), SubjectError> {
+        let sound = self.heap.check();
+        self.heap.shut_down();
+        sound.map_err(|why| SubjectError::Other(format!("an invariant of the heap is broken: {why}")))?;
+        match (self.left)() {
+            Some(what) => Err(SubjectError::Other(format!("the heap left something behind or broke a rule: {what}"))),
+            None => Ok(()),
+        }
+    }
+}

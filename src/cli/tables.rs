@@ -1,0 +1,129 @@
+//! Tables for people. Units stand in the headings.
+#![forbid(unsafe_code)]
+
+use crate::backend::cost::MODEL;
+use crate::replay::Report;
+use crate::units::GIB;
+use comfy_table::{Cell, CellAlignment, ContentArrangement, Table, presets};
+
+/// An empty table with these headings.
+pub(super) fn table<const N: usize>(headings: [&str; N]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_FULL_CONDENSED);
+    table.set_content_arrangement(ContentArrangement::Dynamic);
+    table.set_header(headings);
+    table
+}
+
+fn right(text: impl ToString) -> Cell {
+    Cell::new(text).set_alignment(CellAlignment::Right)
+}
+
+fn gib(bytes: u64) -> Cell {
+    right(format!("{:.3}", bytes as f64 / GIB as f64))
+}
+
+/// What `xseg replay` shows.
+pub(super) fn replays(reports: &[Report]) -> String {
+    let mut table = table([
+        "trace",
+        "allocator",
+        "limit\nGiB",
+        "peak\nrequested\nGiB",
+        "peak\nreserved\nGiB",
+        "reserved /\nrequested",
+        "fragmen-\ntation %",
+        "handles\nmoved",
+        "handles\njoined",
+        "moved\nGiB",
+        "driver\ncalls",
+        "driver\nms",
+        "host\nwaits",
+        "wall\nms",
+        "result",
+    ]);
+    for report in reports {
+        let ratio = report.peak_reserved as f64 / report.peak_requested.max(1) as f64;
+        table.add_row([
+            Cell::new(&report.trace),
+            Cell::new(&report.allocator),
+            report.limit.map_or_else(|| right("none"), gib),
+            gib(report.peak_requested),
+            gib(report.peak_reserved),
+            right(format!("{ratio:.4}")),
+            right(format!("{:.2}", 100.0 * report.fragmentation())),
+            right(report.handles_moved),
+            right(report.handles_joined),
+            gib(report.bytes_moved),
+            right(report.driver_calls.total()),
+            right(format!("{:.1}", report.driver_ms)),
+            right(report.host_waits),
+            right(format!("{:.0}", report.wall_ms)),
+            Cell::new(result(report)),
+        ]);
+    }
+    with_footer(&table, reports)
+}
+
+/// What `xseg least` shows.
+pub(super) fn leasts(reports: &[Report]) -> String {
+    let mut table = table([
+        "trace",
+        "allocator",
+        "peak\nrequested\nGiB",
+        "least limit\nGiB",
+        "least /\nrequested",
+        "handles\nmoved there",
+        "driver ms\nthere",
+        "result",
+    ]);
+    for report in reports {
+        let found = report.least.unwrap_or_default();
+        table.add_row([
+            Cell::new(&report.trace),
+            Cell::new(&report.allocator),
+            gib(report.peak_requested),
+            found.least.map_or_else(|| right("none"), gib),
+            right(found.least_factor.map_or_else(|| "none".to_owned(), |factor| format!("{factor:.4}"))),
+            right(report.handles_moved),
+            right(format!("{:.1}", report.driver_ms)),
+            Cell::new(result(report)),
+        ]);
+    }
+    with_footer(&table, reports)
+}
+
+fn result(report: &Report) -> String {
+    let checked = report.stamps_checked.map_or(String::new(), |stamps| format!(", {stamps} stamps checked"));
+    match (report.completed, report.mismatches) {
+        (_, Some(mismatches @ 1..)) => format!("{mismatches} mismatches{checked}"),
+        (true, _) if report.error.is_none() => format!("ok{checked}"),
+        (true, _) => "failed at the end".to_owned(),
+        (false, _) => {
+            let at = report.events_run.unwrap_or(0);
+            let why = if report.ooms > 0 { "out of memory" } else { "failed" };
+            format!("{why} at event {at} of {}", report.events)
+        }
+    }
+}
+
+/// The table, what it was run with, and what was done to the traces.
+fn with_footer(table: &Table, reports: &[Report]) -> String {
+    let mut text = table.to_string();
+    if let Some(first) = reports.first() {
+        let time = if first.backend == "cuda" { "measured".to_owned() } else { format!("modelled by {MODEL}") };
+        text += &format!("\nbackend {}, driver time {time}", first.backend);
+        let conf = if first.conf.is_empty() { "defaults" } else { &first.conf };
+        text += &match reports.iter().all(|report| report.conf == first.conf) {
+            true => format!(", settings: {conf}"),
+            false => ", settings: the limit of each line over those of XSEG_CONF and --conf".to_owned(),
+        };
+    }
+    let mut last = None;
+    for report in reports.iter().filter(|report| !report.notes.is_empty()) {
+        if last.replace(&report.trace) != Some(&report.trace) {
+            text += &format!("\n{}: {}", report.trace, report.notes.join("; "));
+        }
+    }
+    text
+}

@@ -1,0 +1,114 @@
+//! The sections of the device suite, and what they share.
+
+pub mod bandwidth;
+pub mod cost;
+pub mod facts;
+pub mod growth;
+pub mod memory;
+pub mod remap;
+pub mod report;
+
+pub use report::Report;
+
+use report::Section;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use xseg::Error;
+use xseg::backend::Backend;
+use xseg::backend::cuda::memory::Kernels;
+use xseg::backend::cuda::{CudaBackend, CudaOptions, DriverInfo, driver_info};
+use xseg::units::{GIB, round_down};
+
+/// One section: its name on the command line, what it does, and how.
+pub struct Entry {
+    /// Name on the command line and in the report.
+    pub name: &'static str,
+    /// A line for people.
+    pub what: &'static str,
+    /// Runs it. An error ends the section, not the suite.
+    pub run: fn(&Suite) -> Result<Section, Error>,
+}
+
+/// All sections in the order in which they run.
+pub const SECTIONS: &[Entry] = &[
+    Entry { name: "facts", what: "what the backend and the kernels promise, checked on this device", run: facts::run },
+    Entry { name: "cost", what: "what each driver call costs, by handle size", run: cost::run },
+    Entry { name: "growth", what: "growth and its undoing by bare driver calls, by handle size", run: growth::run },
+    Entry { name: "remap", what: "remapping scattered handles by bare driver calls", run: remap::run },
+    Entry { name: "bandwidth", what: "a copy kernel on mapped handles and on cuMemAlloc memory", run: bandwidth::run },
+];
+
+/// The opened device and how much to do.
+#[derive(Debug)]
+pub struct Suite {
+    /// The device.
+    pub backend: Arc<CudaBackend>,
+    /// Kernels on it.
+    pub kernels: Kernels,
+    /// The driver and its devices.
+    pub driver: DriverInfo,
+    /// Do less.
+    pub quick: bool,
+    /// Bytes to grow to.
+    pub growth: u64,
+}
+
+impl Suite {
+    /// Opens a device.
+    ///
+    /// # Errors
+    /// Without a driver or device, and when it refuses the kernels.
+    pub fn open(device: u32, quick: bool, growth_gib: u64) -> Result<Self, Error> {
+        let driver = driver_info()?;
+        let backend = Arc::new(CudaBackend::open(device, &CudaOptions::default())?);
+        let kernels = Kernels::load(backend.clone())?;
+        let growth = if quick { 2 * GIB } else { growth_gib * GIB };
+        Ok(Self { backend, kernels, driver, quick, growth })
+    }
+
+    /// At most `bytes`, and at most 80 % of what is free now; a multiple of `of`.
+    ///
+    /// # Errors
+    /// When the driver refuses to say what is free.
+    pub fn at_most(&self, bytes: u64, of: u64) -> Result<u64, Error> {
+        let free = self.backend.memory()?.free;
+        Ok(round_down(bytes.min(free / 10 * 8), of).max(of))
+    }
+
+    /// `full`, or `quick` in a quick run.
+    pub fn choose<T>(&self, full: T, quick: T) -> T {
+        if self.quick { quick } else { full }
+    }
+}
+
+/// Runs `call` and says how long it took.
+///
+/// # Errors
+/// `call`'s.
+pub fn timed<T, E>(call: impl FnOnce() -> Result<T, E>) -> Result<(T, Duration), E> {
+    let start = Instant::now();
+    let done = call()?;
+    Ok((done, start.elapsed()))
+}
+
+/// The middle value; 0 for none.
+pub fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(0.0)
+}
+
+/// Microseconds.
+pub fn micros(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
+}
+
+/// The numbers below `count` in an order that is always the same and looks random.
+pub fn shuffled(count: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..count).collect();
+    let mut state = 0x9E37_79B9_7F4A_7C15_u64;
+    for last in (1..count).rev() {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        order.swap(last, (state >> 33) as usize % (last + 1));
+    }
+    order
+}

@@ -1,0 +1,246 @@
+//! The `xseg` command as a user runs it: output, exit status, errors that say what to do.
+
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+/// 2 blocks of 32 MiB with one of 16 MiB between, then one of 48 MiB that fits only if pages move.
+const GAPS: &str =
+    "# test\n# {}\na,0,33554432,0,0\na,1,16777216,0,10\na,2,33554432,0,20\nf,0,30\nf,2,40\na,3,50331648,0,50\n";
+const MIB: u64 = 1 << 20;
+
+fn xseg(args: &[&str]) -> Output {
+    with_conf(args, None)
+}
+
+fn with_conf(args: &[&str], conf: Option<&str>) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_xseg"));
+    command.args(args).env_remove("XSEG_CONF").stdin(Stdio::null());
+    if let Some(conf) = conf {
+        command.env("XSEG_CONF", conf);
+    }
+    command.output().unwrap()
+}
+
+fn out(output: &Output) -> &str {
+    std::str::from_utf8(&output.stdout).unwrap()
+}
+
+fn err(output: &Output) -> &str {
+    std::str::from_utf8(&output.stderr).unwrap()
+}
+
+fn json(output: &Output) -> Vec<Value> {
+    out(output).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn file(folder: &tempfile::TempDir, name: &str, text: &str) -> String {
+    let path = folder.path().join(name);
+    std::fs::write(&path, text).unwrap();
+    path.to_str().unwrap().to_owned()
+}
+
+fn shipped(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("traces").join(name)
+}
+
+#[test]
+fn replay_prints_every_field_of_the_contract() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = file(&folder, "gaps.trace", GAPS);
+    let output = xseg(&["replay", &trace, "--backend", "sim", "--limit", "1.2x", "--json"]);
+    assert_eq!(output.status.code(), Some(0), "{}", err(&output));
+    let [report] = &json(&output)[..] else { panic!("{}", out(&output)) };
+    for (field, value) in [
+        ("trace", Value::from("gaps")),
+        ("allocator", "xseg".into()),
+        ("backend", "sim".into()),
+        ("events", 6.into()),
+        ("completed", true.into()),
+        ("ooms", 0.into()),
+        ("peak_requested", (80 * MIB).into()),
+        ("peak_allocated", (80 * MIB).into()),
+        ("limit", (96 * MIB).into()),
+        ("conf", "limit:96MiB,backend:sim".into()),
+        ("bytes_copied", 0.into()),
+        ("host_waits", 0.into()),
+    ] {
+        assert_eq!(report[field], value, "{field}");
+    }
+    for field in ["peak_reserved", "gpu_waits", "handles_moved", "handles_joined", "bytes_moved"] {
+        assert!(report[field].is_u64(), "{field}");
+    }
+    for field in ["driver_ms", "teardown_ms", "wall_ms"] {
+        assert!(report[field].as_f64().is_some_and(|ms| ms > 0.0), "{field}");
+    }
+    for field in ["create", "map", "set_access", "unmap", "release", "reserve"] {
+        assert!(report["driver_calls"][field].is_u64(), "{field}");
+    }
+    assert!(report.get("mismatches").is_none() && report.get("least").is_none());
+    assert!(report["peak_reserved"].as_u64() <= Some(96 * MIB));
+}
+
+#[test]
+fn out_of_memory_is_status_1_and_ends_the_replay() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = file(&folder, "gaps.trace", GAPS);
+    let output = xseg(&["replay", &trace, "--backend", "sim", "--limit", "64MiB", "--json"]);
+    assert_eq!(output.status.code(), Some(1));
+    let report = &json(&output)[0];
+    assert_eq!((&report["completed"], &report["ooms"], &report["events_run"]), (&false.into(), &1.into(), &2.into()));
+    assert!(err(&output).contains("gaps with xseg: out of memory: 32.000 MiB asked for"), "{}", err(&output));
+}
+
+#[test]
+fn a_verified_replay_passes_and_finds_injected_faults() {
+    let trace = shipped("gpt2.trace.xz");
+    let args = ["replay", trace.to_str().unwrap(), "--backend", "host", "--verify", "--limit", "1.05x", "--json"];
+    let output = xseg(&args);
+    assert_eq!(output.status.code(), Some(0), "{}", err(&output));
+    let report = &json(&output)[0];
+    assert_eq!(report["mismatches"], 0);
+    let late = xseg(&[&args[..], &["--gpu-lag", "20ms"]].concat());
+    assert_eq!((late.status.code(), &json(&late)[0]["mismatches"]), (Some(0), &0.into()));
+    assert!(report["stamps_checked"].as_u64() > Some(10_000), "{report}");
+    for fault in ["swap", "lost", "early-unmap"] {
+        let output = xseg(&[&args[..], &["--inject", fault]].concat());
+        assert_eq!(output.status.code(), Some(1), "{fault}: {}", out(&output));
+        assert!(json(&output)[0]["mismatches"].as_u64() > Some(0), "{fault}");
+        assert!(err(&output).contains("mismatch: block"), "{fault}: {}", err(&output));
+    }
+}
+
+#[test]
+fn least_is_the_first_of_21_steps() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = file(&folder, "gaps.trace", GAPS);
+    let output = xseg(&["least", &trace, "--backend", "sim", "--json"]);
+    assert_eq!(output.status.code(), Some(0), "{}", err(&output));
+    let report = &json(&output)[0];
+    let least = report["least"].as_u64().unwrap();
+    assert_eq!((report["limit"].as_u64(), report["completed"].as_bool()), (Some(least), Some(true)));
+    assert!((80 * MIB..=100 * MIB).contains(&least), "{report}");
+    assert_eq!(report["least_factor"].as_f64(), Some(least as f64 / (80 * MIB) as f64));
+    let misused = xseg(&["least", &trace, "--limit", "1G"]);
+    assert!(misused.status.code() == Some(2) && err(&misused).contains("leave --limit out"));
+}
+
+#[test]
+fn tables_are_for_people() {
+    let folder = tempfile::tempdir().unwrap();
+    file(&folder, "b.trace", GAPS);
+    file(&folder, "a.trace", GAPS);
+    file(&folder, "notes.txt", "not a trace");
+    let output = xseg(&["replay", folder.path().to_str().unwrap(), "--backend", "sim"]);
+    assert_eq!((output.status.code(), err(&output)), (Some(0), ""));
+    let text = out(&output);
+    for part in ["fragmen-", "GiB", "handles", "driver", "modelled by h200-a", "settings: backend:sim", "ok"] {
+        assert!(text.contains(part), "{part} in {text}");
+    }
+    assert!(text.find(" a ").unwrap() < text.find(" b ").unwrap(), "in order of name");
+}
+
+#[test]
+fn a_snapshot_replays_and_is_explained() {
+    let output = xseg(&["replay", shipped("llama_tiny_snapshot.pickle.xz").to_str().unwrap(), "--backend", "sim"]);
+    assert_eq!(output.status.code(), Some(0), "{}", err(&output));
+    assert!(out(&output).contains("86 segment_map"));
+}
+
+#[test]
+fn the_command_line_is_stronger_than_conf_and_conf_than_the_environment() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = file(&folder, "gaps.trace", GAPS);
+    let conf = |args: &[&str]| {
+        let all = [&["replay", &trace, "--json"], args].concat();
+        let output = with_conf(&all, Some("backend:host,limit:1G,defrag:eager"));
+        assert_eq!(output.status.code(), Some(0), "{}", err(&output));
+        json(&output)[0]["conf"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(conf(&[]), "limit:1GiB,defrag:eager,backend:host");
+    assert_eq!(conf(&["--conf", "limit:2G,backend:sim"]), "limit:2GiB,defrag:eager,backend:sim");
+    let all = ["--conf", "limit:2G,backend:host", "--limit", "3G", "--backend", "sim"];
+    assert_eq!(conf(&all), "limit:3GiB,defrag:eager,backend:sim");
+}
+
+#[test]
+fn conf_shows_every_key_with_default_and_present_value() {
+    let output = with_conf(&["conf"], Some("limit:40G,shrink:idle=5s"));
+    assert_eq!(output.status.code(), Some(0));
+    assert!(out(&output).contains("XSEG_CONF for the present values: limit:40GiB,shrink:idle=5s"));
+    let output = with_conf(&["conf", "--json", "--conf", "limit:1G"], Some("limit:40G"));
+    let keys = json(&output);
+    assert_eq!(keys.len(), 15);
+    assert_eq!(
+        (&keys[0]["key"], &keys[0]["value"], &keys[0]["default"]),
+        (&"limit".into(), &"1GiB".into(), &"auto".into())
+    );
+    assert!(keys.iter().all(|key| key["meaning"].as_str().is_some_and(|text| !text.is_empty())));
+}
+
+#[test]
+fn info_lists_the_backends() {
+    let output = xseg(&["info", "--json"]);
+    assert_eq!(output.status.code(), Some(0));
+    let backends = json(&output);
+    let names: Vec<_> = backends.iter().map(|backend| backend["backend"].as_str().unwrap()).collect();
+    assert_eq!(names, ["cuda", "host", "sim"]);
+    assert_eq!((&backends[2]["available"], &backends[2]["total"]), (&true.into(), &Value::Null));
+    assert!(out(&xseg(&["info"])).contains("modelled by h200-a"));
+}
+
+#[test]
+fn bad_usage_and_input_are_status_2_with_advice() {
+    let folder = tempfile::tempdir().unwrap();
+    let good = file(&folder, "good.trace", GAPS);
+    let bad = file(&folder, "bad.trace", "a,0,10,0,0\nf,1,2\n");
+    let empty = tempfile::tempdir().unwrap();
+    let empty = empty.path().to_str().unwrap();
+    let cases: &[(&[&str], &str)] = &[
+        (&["replay"], "required"),
+        (&["replay", "/no/such.trace", "--backend", "sim"], "check the path"),
+        (&["replay", empty], "holds no trace"),
+        (&["replay", &bad, "--backend", "sim"], "line 2: block 1 is not live"),
+        (&["replay", &good, "--backend", "tpu"], "auto, cuda, cuda=N"),
+        (&["replay", &good, "--limit", "lots"], "1.02x"),
+        (&["replay", &good, "--limit", "1"], "at least 2MiB"),
+        (&["replay", &good, "--gpu-lag", "5"], "no unit"),
+        (&["replay", &good, "--allocator", "jemalloc"], "the allocators are xseg"),
+        (&["replay", &good, "--inject", "swap"], "--verify"),
+        (&["replay", &good, "--verify", "--inject", "fire"], "swap, lost and early-unmap"),
+        (&["replay", &good, "--backend", "sim", "--verify"], "give --backend host"),
+        (&["replay", &good, "--conf", "limt:4G"], "did you mean `limit`"),
+        (&["replay", &good, "--backend", "sim", "--conf", "warmup:1G", "--limit", "100MiB"], "lower `warmup`"),
+        (&["conf", "--conf", "stats:maybe"], "on or off"),
+    ];
+    for (args, advice) in cases {
+        let output = xseg(args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {}", err(&output));
+        assert!(err(&output).contains(advice), "{args:?}: {}", err(&output));
+        assert_eq!(out(&output), "", "{args:?}");
+    }
+    // One bad trace does not keep the others from being replayed.
+    let output = xseg(&["replay", &bad, &good, "--backend", "sim", "--json"]);
+    assert_eq!((output.status.code(), json(&output).len()), (Some(2), 1));
+    let output = with_conf(&["conf"], Some("limit"));
+    assert!(output.status.code() == Some(2) && err(&output).contains("XSEG_CONF: `limit` has no value"));
+}
+
+#[test]
+fn help_has_an_example_for_every_command() {
+    for command in ["replay", "least", "conf", "info"] {
+        let output = xseg(&[command, "--help"]);
+        assert_eq!(output.status.code(), Some(0));
+        assert!(out(&output).contains("Example"), "{command}");
+        assert!(out(&output).contains(&format!("xseg {command}")), "{command}");
+    }
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_panic() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_xseg"));
+    let mut child = command.args(["conf", "--json"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), err(&output)), (Some(0), ""));
+}
