@@ -5,8 +5,8 @@
 //! command line ([`NAMES`]).
 #![deny(unsafe_code)]
 
-use crate::backend::timeline::Timeline;
 pub use crate::backend::DriverCalls;
+use crate::backend::timeline::Timeline;
 
 mod blocks;
 mod buddy;
