@@ -145,7 +145,7 @@ fn ops() -> impl Strategy<Value = Op> {
 /// Runs a sequence; what it did, for the test that the sequences reach what they are for.
 fn run(policy: &Policy, ops: &[Op]) -> (xseg::Stats, u64, u64) {
     let time = xseg::backend::timeline::Timeline::new(Duration::from_micros(policy.lag));
-    let options = SimOptions { timeline: time, no_context_events: !policy.context_events, ..SimOptions::default() };
+    let options = SimOptions { timeline: time, context_events: policy.context_events, ..SimOptions::default() };
     let lab = sim_with(&policy.conf(), options);
     // Idle memory of other streams is out of reach with `off`, and a limit on waits would leave some waiting.
     let fine = policy.handle_max == 2 && policy.cross_stream != "off";
