@@ -93,9 +93,12 @@ impl Epochs {
         }
     }
 
-    /// The oldest closed epoch that has not passed, with its events.
-    pub(crate) fn oldest(&self) -> Option<(u32, Closing)> {
-        self.pending.lock().front().map(|(epoch, events)| (*epoch, events.clone()))
+    /// The first closed epoch, not passed, whose end proves `epoch` passed; where that is still open because
+    /// too many wait, the oldest. Its events with it.
+    pub(crate) fn covering(&self, epoch: u32) -> Option<(u32, Closing)> {
+        let pending = self.pending.lock();
+        let found = pending.iter().find(|(number, _)| *number >= epoch).or_else(|| pending.front());
+        found.map(|(number, events)| (*number, events.clone()))
     }
 
     /// The last closed epoch that has not passed, with its events.

@@ -214,6 +214,26 @@ impl SimBackend {
         Ok(())
     }
 
+    /// The physical memory behind a range, as (handle, offset in it, bytes) in address order; `None` where
+    /// a part has none. Two addresses with the same answer show the same bytes.
+    #[must_use]
+    pub fn resolve(&self, address: u64, bytes: u64) -> Option<Vec<(PhysicalAllocation, u64, u64)>> {
+        let state = self.state.lock();
+        let end = address.checked_add(bytes)?;
+        let mut pieces = Vec::new();
+        let mut at = address;
+        while at < end {
+            let (start, mapping) = state.mappings.range(..=at).next_back()?;
+            let stop = (start + mapping.bytes).min(end);
+            if stop <= at {
+                return None;
+            }
+            pieces.push((PhysicalAllocation(mapping.handle), at - start, stop - at));
+            at = stop;
+        }
+        Some(pieces)
+    }
+
     /// Mappings that exist.
     #[must_use]
     pub fn mapping_count(&self) -> usize {

@@ -18,7 +18,7 @@ use crate::segment::{Claim, Segment, Stamp};
 use crate::units::{GRANULE, MIB, UNIT};
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 
 /// The large segment.
@@ -58,6 +58,8 @@ pub(crate) struct Inner {
     pub(crate) streams: Streams,
     pub(crate) epochs: Epochs,
     segments: Box<[OnceLock<Mutex<Segment>>]>,
+    /// One more than the highest segment that exists, so that walks stay short.
+    segments_end: AtomicU16,
     pub(crate) slow: Mutex<Slow>,
     pub(crate) pending: Mutex<Vec<Pending>>,
     /// Streams that a live block was declared used on, by its first unit.
@@ -100,6 +102,7 @@ impl Inner {
             streams: Streams::default(),
             epochs: Epochs::default(),
             segments: (0..SEGMENTS).map(|_| OnceLock::new()).collect(),
+            segments_end: AtomicU16::new(0),
             slow: Mutex::new(slow),
             pending: Mutex::default(),
             uses: Mutex::default(),
@@ -113,7 +116,11 @@ impl Inner {
 
     /// Locks a segment, which comes into being at first use.
     pub(crate) fn segment(&self, index: u16) -> MutexGuard<'_, Segment> {
-        self.segments[index as usize].get_or_init(Mutex::default).lock()
+        let segment = self.segments[index as usize].get_or_init(|| {
+            self.segments_end.fetch_max(index + 1, Relaxed);
+            Mutex::default()
+        });
+        segment.lock()
     }
 
     /// Locks a segment unless another thread holds it.
@@ -129,7 +136,7 @@ impl Inner {
 
     /// Segments that exist.
     pub(crate) fn segment_indices(&self) -> impl Iterator<Item = u16> + '_ {
-        (0..SEGMENTS).filter(|index| self.segments[*index as usize].get().is_some())
+        (0..self.segments_end.load(Relaxed)).filter(|index| self.segments[*index as usize].get().is_some())
     }
 
     /// What a stream may take, as far as is known now.

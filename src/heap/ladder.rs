@@ -363,14 +363,7 @@ impl Inner {
     /// Waits on the host for the oldest thing that may free memory. False: there is nothing to wait for.
     fn wait_for_progress(&self, slice: Duration) -> bool {
         let backend = self.driver.backend();
-        if self.epochs.oldest().is_none_or(|(_, events)| {
-            crate::epoch::recycle(backend, events);
-            false
-        }) && self.has_unpassed()
-        {
-            self.close_epoch();
-        }
-        if let Some((_, events)) = self.epochs.oldest() {
+        if let Some((_, events)) = self.first_unpassed().and_then(|epoch| self.epochs.covering(epoch)) {
             for event in events.iter() {
                 // A refusal shows again when the event is polled.
                 let _ = backend.wait(event, slice);
@@ -392,16 +385,19 @@ impl Inner {
         true
     }
 
-    /// Is any free memory, pending block or zombie not proven passed?
-    fn has_unpassed(&self) -> bool {
+    /// The first epoch whose end would let free memory, a pending block or a zombie be used.
+    fn first_unpassed(&self) -> Option<u32> {
         let passed = self.epochs.passed();
         let slow = self.slow.lock();
-        !slow.physical.zombies.is_empty()
-            || !self.pending.lock().is_empty()
-            || self.segment_indices().any(|index| {
-                let segment = self.segment(index);
-                segment.iter().any(|id| segment.nodes[id].kind == Kind::Free && segment.nodes[id].epoch > passed)
-            })
+        let zombies = slow.physical.zombies.iter().map(|zombie| zombie.epoch).min();
+        let refused = self.pending.lock().iter().filter(|one| one.refused).map(|one| one.stamp.epoch).min();
+        let mut first = [zombies, refused].into_iter().flatten().filter(|epoch| *epoch > passed).min();
+        for index in self.segment_indices() {
+            let segment = self.segment(index);
+            let free = segment.iter().map(|id| &segment.nodes[id]).filter(|node| node.kind == Kind::Free);
+            first = free.map(|node| node.epoch).filter(|epoch| *epoch > passed).chain(first).min();
+        }
+        first
     }
 
     /// The error, with what stands in the way.

@@ -103,9 +103,10 @@ fn at(hole: &[Piece], start: u32, len: u32) -> Placement {
     let mut placement = Placement { first: 0, block: start..end, claim: start..end, missing: Vec::new(), room: 0 };
     for piece in hole.iter().filter(|piece| piece.end > start) {
         if piece.start >= end {
+            // Growth goes on from the last missing run, never over memory that lies between.
             if !piece.mapped
-                && piece.start == placement.claim.end
                 && piece.start == granule_ceil(end) * UNITS_PER_GRANULE
+                && placement.missing.last().is_some_and(|run| run.end * UNITS_PER_GRANULE == piece.start)
             {
                 placement.room = (piece.end - piece.start) / UNITS_PER_GRANULE;
             }

@@ -141,7 +141,10 @@ impl Bins {
     /// Blocks of at least `len` units, longest bins first.
     pub(crate) fn at_least<'a>(&'a self, nodes: &'a Nodes, len: u32) -> impl Iterator<Item = NodeId> + 'a {
         let floor = bin_of(len);
-        let bins = (0..LEVELS).rev().flat_map(|level| (0..SUBS).rev().map(move |sub| (level, sub)));
+        let bins = (0..LEVELS)
+            .rev()
+            .filter(|level| self.levels & (1 << level) != 0)
+            .flat_map(|level| (0..SUBS).rev().map(move |sub| (level, sub)));
         bins.take_while(move |bin| *bin >= floor)
             .filter(|(level, sub)| self.subs[*level] & (1 << sub) != 0)
             .flat_map(move |(level, sub)| {
