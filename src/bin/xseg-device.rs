@@ -35,6 +35,9 @@ struct Arguments {
     /// GiB that the growth section grows to (at most 80 % of what is free).
     #[arg(long, default_value_t = 64)]
     growth: u64,
+    /// Only these traces in the sections that replay them.
+    #[arg(long, value_delimiter = ',')]
+    traces: Vec<String>,
 }
 
 fn sections() -> String {
@@ -62,7 +65,7 @@ fn main() -> ExitCode {
 /// Runs the sections; says whether all checks passed. The report is written after each section, so
 /// that a run which is cut short leaves what it had.
 fn run(arguments: &Arguments) -> Result<bool, Box<dyn std::error::Error>> {
-    let suite = Suite::open(arguments.device, arguments.quick, arguments.growth)?;
+    let suite = Suite::open(arguments.device, arguments.quick, arguments.growth, arguments.traces.clone())?;
     let mut report = Report::new(&suite, &arguments.commit);
     let chosen = SECTIONS.iter().filter(|section| {
         let listed = |names: &[String]| names.iter().any(|name| name == section.name);

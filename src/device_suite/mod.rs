@@ -4,8 +4,10 @@ pub(crate) mod bandwidth;
 pub(crate) mod cost;
 pub(crate) mod facts;
 pub(crate) mod growth;
+pub(crate) mod heap;
 pub(crate) mod memory;
 pub(crate) mod remap;
+pub(crate) mod replay;
 pub(crate) mod report;
 
 pub(crate) use report::Report;
@@ -36,6 +38,10 @@ pub(crate) const SECTIONS: &[Entry] = &[
     Entry { name: "growth", what: "growth and its undoing by bare driver calls, by handle size", run: growth::run },
     Entry { name: "remap", what: "remapping scattered handles by bare driver calls", run: remap::run },
     Entry { name: "bandwidth", what: "a copy kernel on mapped handles and on cuMemAlloc memory", run: bandwidth::run },
+    Entry { name: "busy", what: "memory asked for while kernels use all that is free", run: heap::busy },
+    Entry { name: "speed", what: "growth and remapping through the heap beside bare loops", run: heap::speed },
+    Entry { name: "replay", what: "the traces, stamped and checked by kernels", run: replay::verified },
+    Entry { name: "ballast", what: "the traces in the least memory that sim needs", run: replay::ballast },
 ];
 
 /// The opened device and how much to do.
@@ -51,6 +57,8 @@ pub(crate) struct Suite {
     pub(crate) quick: bool,
     /// Bytes to grow to.
     pub(crate) growth: u64,
+    /// Only these traces, by name; all if empty.
+    pub(crate) traces: Vec<String>,
 }
 
 impl Suite {
@@ -58,12 +66,12 @@ impl Suite {
     ///
     /// # Errors
     /// Without a driver or device, and when it refuses the kernels.
-    pub(crate) fn open(device: u32, quick: bool, growth_gib: u64) -> Result<Self, Error> {
+    pub(crate) fn open(device: u32, quick: bool, growth_gib: u64, traces: Vec<String>) -> Result<Self, Error> {
         let driver = driver_info()?;
         let backend = Arc::new(CudaBackend::open(device, &CudaOptions::default())?);
         let kernels = Kernels::load(backend.clone())?;
         let growth = if quick { 2 * GIB } else { growth_gib * GIB };
-        Ok(Self { backend, kernels, driver, quick, growth })
+        Ok(Self { backend, kernels, driver, quick, growth, traces })
     }
 
     /// At most `bytes`, and at most 80 % of what is free now; a multiple of `of`.
