@@ -5,7 +5,6 @@
 #![forbid(unsafe_code)]
 
 mod args;
-mod baseline;
 mod files;
 mod progress;
 mod run;

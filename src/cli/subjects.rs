@@ -1,12 +1,12 @@
 //! From the name of an allocator to one on a backend, ready to replay.
 #![forbid(unsafe_code)]
 
-use super::baseline::Baseline;
 use crate::backend::host::{HostBackend, HostOptions};
 use crate::backend::inject::{Fault, InjectBackend};
 use crate::backend::sim::{SimBackend, SimOptions};
 use crate::backend::timeline::Timeline;
 use crate::backend::{Backend, BackendKind, StreamId};
+use crate::baselines;
 use crate::config::{BackendChoice, Config, SizeOrShare};
 use crate::error::Error;
 use crate::heap::Heap;
@@ -43,7 +43,7 @@ pub(super) struct Opened {
 
 /// Every allocator by name.
 pub(super) fn names() -> Vec<&'static str> {
-    std::iter::once("xseg").chain(crate::baselines::NAMES.iter().copied()).collect()
+    std::iter::once("xseg").chain(baselines::NAMES.iter().copied()).collect()
 }
 
 /// Opens a backend and an allocator on it.
@@ -68,10 +68,10 @@ fn baseline_for(request: &Request<'_>) -> Result<Opened, String> {
         return Err(format!("the baseline `{name}` runs on a simulated device; give --backend sim"));
     }
     let clock = Timeline::new(request.lag);
-    let Some(subject) = Baseline::new(name, limit_of(&request.config), clock.clone()) else {
+    let Some(subject) = baselines::replayable(name, limit_of(&request.config), clock.clone()) else {
         return Err(format!("there is no allocator `{name}`; the allocators are {}, all", names().join(", ")));
     };
-    Ok(Opened { subject: Box::new(subject), clock: Some(clock), device: None, backend: BackendKind::Sim })
+    Ok(Opened { subject, clock: Some(clock), device: None, backend: BackendKind::Sim })
 }
 
 /// The limit in bytes that `config` names, if it names one.
