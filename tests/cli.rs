@@ -154,7 +154,9 @@ fn tables_are_for_people() {
     let output = xseg(&["replay", folder.path().to_str().unwrap(), "--backend", "sim"]);
     assert_eq!((output.status.code(), err(&output)), (Some(0), ""));
     let text = out(&output);
-    for part in ["fragmen-", "GiB", "handles", "driver", "modelled by h200-a", "settings: backend:sim", "ok"] {
+    for part in
+        ["fragm.", "GiB", "handles", "driver", "modelled by h200-a", "settings: backend:sim", "allocator xseg", "ok"]
+    {
         assert!(text.contains(part), "{part} in {text}");
     }
     assert!(text.find(" a ").unwrap() < text.find(" b ").unwrap(), "in order of name");

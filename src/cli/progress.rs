@@ -21,8 +21,8 @@ impl Progress {
 
     /// Work of unknown length.
     pub(super) fn spin(&self, what: String) {
-        self.0.unset_length();
         self.0.set_style(ProgressStyle::default_spinner());
+        self.0.unset_length();
         self.0.set_message(what);
         self.0.enable_steady_tick(Duration::from_millis(120));
     }

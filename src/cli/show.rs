@@ -24,7 +24,7 @@ pub(super) fn conf(args: &ConfArgs, out: &mut dyn Write) -> Result<u8, Failure> 
         }
         return Ok(0);
     }
-    let mut table = tables::table(["key", "default", "present", "values", "meaning"]);
+    let mut table = tables::wrapped(["key", "default", "present", "values", "meaning"]);
     for key in &KEYS {
         table.add_row([key.name, key.default, &key.show(&config), key.values, key.meaning]);
     }
@@ -113,8 +113,11 @@ fn tell(info: &Info, out: &mut dyn Write) -> Result<(), Failure> {
         return Ok(());
     }
     writeln!(out, "{}: {}", info.backend, info.device)?;
-    let size = |bytes: Option<u64>| bytes.map_or_else(|| "no bound".to_owned(), human);
-    writeln!(out, "  memory: {} free of {}", size(info.free), size(info.total))?;
+    let size = |bytes: Option<u64>| bytes.map_or_else(|| "unknown".to_owned(), human);
+    match info.total {
+        Some(_) => writeln!(out, "  memory: {} free of {}", size(info.free), size(info.total))?,
+        None => writeln!(out, "  memory: no bound")?,
+    }
     writeln!(out, "  granule of the driver: {}", size(info.granularity))?;
     let yes = |flag: Option<bool>| if flag == Some(true) { "yes" } else { "no" };
     writeln!(out, "  one event for all streams of the context: {}", yes(info.context_events))?;

@@ -6,6 +6,7 @@ use crate::backend::inject::{Fault, InjectBackend};
 use crate::backend::sim::{SimBackend, SimOptions};
 use crate::backend::timeline::Timeline;
 use crate::backend::{Backend, BackendKind, StreamId};
+use crate::baselines;
 use crate::config::{BackendChoice, Config, SizeOrShare};
 use crate::error::Error;
 use crate::heap::Heap;
@@ -42,7 +43,7 @@ pub(super) struct Opened {
 
 /// Every allocator by name.
 pub(super) fn names() -> Vec<&'static str> {
-    std::iter::once("xseg").chain(crate::baselines::NAMES.iter().copied()).collect()
+    std::iter::once("xseg").chain(baselines::NAMES.iter().copied()).collect()
 }
 
 /// Opens a backend and an allocator on it.
@@ -67,7 +68,7 @@ fn baseline_for(request: &Request<'_>) -> Result<Opened, String> {
         return Err(format!("the baseline `{name}` runs on a simulated device; give --backend sim"));
     }
     let clock = Timeline::new(request.lag);
-    let Some(subject) = crate::baselines::replayable(name, limit_of(&request.config), clock.clone()) else {
+    let Some(subject) = baselines::replayable(name, limit_of(&request.config), clock.clone()) else {
         return Err(format!("there is no allocator `{name}`; the allocators are {}, all", names().join(", ")));
     };
     Ok(Opened { subject, clock: Some(clock), device: None, backend: BackendKind::Sim })

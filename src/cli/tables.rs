@@ -4,13 +4,28 @@
 use crate::backend::cost::MODEL;
 use crate::replay::Report;
 use crate::units::GIB;
-use comfy_table::{Cell, CellAlignment, ContentArrangement, Table, presets};
+use comfy_table::{Cell, CellAlignment, ColumnConstraint, ContentArrangement, Table, presets};
 
-/// An empty table with these headings.
-pub(super) fn table<const N: usize>(headings: [&str; N]) -> Table {
+/// Width of wrapped text where stdout is no terminal.
+const WIDTH: u16 = 120;
+
+/// An empty table with these headings, whose texts are wrapped to the terminal.
+pub(super) fn wrapped<const N: usize>(headings: [&str; N]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::UTF8_FULL_CONDENSED);
     table.set_content_arrangement(ContentArrangement::Dynamic);
+    if table.width().is_none() {
+        table.set_width(WIDTH);
+    }
+    table.set_header(headings);
+    table
+}
+
+/// An empty table of numbers, which are never wrapped.
+fn table(headings: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_FULL_CONDENSED);
+    table.set_content_arrangement(ContentArrangement::Disabled);
     table.set_header(headings);
     table
 }
@@ -25,18 +40,16 @@ fn gib(bytes: u64) -> Cell {
 
 /// What `xseg replay` shows.
 pub(super) fn replays(reports: &[Report]) -> String {
-    let mut table = table([
+    let mut table = table(&[
         "trace",
         "allocator",
         "limit\nGiB",
-        "peak\nrequested\nGiB",
-        "peak\nreserved\nGiB",
-        "reserved /\nrequested",
-        "fragmen-\ntation %",
+        "requested\nGiB",
+        "reserved\nGiB",
+        "ratio",
+        "fragm.\n%",
         "handles\nmoved",
-        "handles\njoined",
         "moved\nGiB",
-        "driver\ncalls",
         "driver\nms",
         "host\nwaits",
         "wall\nms",
@@ -52,25 +65,34 @@ pub(super) fn replays(reports: &[Report]) -> String {
             gib(report.peak_reserved),
             right(format!("{ratio:.4}")),
             right(format!("{:.2}", 100.0 * report.fragmentation())),
-            right(report.handles_moved),
-            right(report.handles_joined),
+            right(report.handles_moved + report.handles_joined),
             gib(report.bytes_moved),
-            right(report.driver_calls.total()),
             right(format!("{:.1}", report.driver_ms)),
             right(report.host_waits),
             right(format!("{:.0}", report.wall_ms)),
             Cell::new(result(report)),
         ]);
     }
-    with_footer(&table, reports)
+    if reports.iter().all(|report| report.limit.is_none()) {
+        hide(&mut table, 2);
+    }
+    let legend = "requested, reserved: most at once; ratio: reserved / requested; fragm.: 1 - peak allocated / peak reserved; \
+                  moved: by remapping, nothing is copied";
+    format!("{}\n{legend}", with_footer(&mut table, reports))
+}
+
+fn hide(table: &mut Table, column: usize) {
+    if let Some(column) = table.column_mut(column) {
+        column.set_constraint(ColumnConstraint::Hidden);
+    }
 }
 
 /// What `xseg least` shows.
 pub(super) fn leasts(reports: &[Report]) -> String {
-    let mut table = table([
+    let mut table = table(&[
         "trace",
         "allocator",
-        "peak\nrequested\nGiB",
+        "requested\nGiB",
         "least limit\nGiB",
         "least /\nrequested",
         "handles\nmoved there",
@@ -90,7 +112,7 @@ pub(super) fn leasts(reports: &[Report]) -> String {
             Cell::new(result(report)),
         ]);
     }
-    with_footer(&table, reports)
+    with_footer(&mut table, reports)
 }
 
 fn result(report: &Report) -> String {
@@ -108,11 +130,17 @@ fn result(report: &Report) -> String {
 }
 
 /// The table, what it was run with, and what was done to the traces.
-fn with_footer(table: &Table, reports: &[Report]) -> String {
-    let mut text = table.to_string();
+fn with_footer(table: &mut Table, reports: &[Report]) -> String {
+    let mut text = String::new();
     if let Some(first) = reports.first() {
+        let alike = reports.iter().all(|report| report.allocator == first.allocator);
+        if alike {
+            hide(table, 1);
+        }
+        text += &table.to_string();
         let time = if first.backend == "cuda" { "measured".to_owned() } else { format!("modelled by {MODEL}") };
-        text += &format!("\nbackend {}, driver time {time}", first.backend);
+        let allocator = if alike { &first.allocator } else { "several" };
+        text += &format!("\nallocator {allocator}, backend {}, driver time {time}", first.backend);
         let conf = if first.conf.is_empty() { "defaults" } else { &first.conf };
         text += &match reports.iter().all(|report| report.conf == first.conf) {
             true => format!(", settings: {conf}"),

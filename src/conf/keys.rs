@@ -88,7 +88,7 @@ pub const KEYS: [Key; 15] = [
         meaning: "how much one growth step creates: what the request misses, that rounded up to a step, or at least \
                   this factor of what is reserved",
         values: "exact, step=SIZE (2MiB to 64TiB), or geometric=FACTOR (above 1, up to 16)",
-        default: "exact",
+        default: "step=64MiB",
         show: |c| match c.growth {
             Growth::Exact => "exact".into(),
             Growth::Step(bytes) => format!("step={}", size_text(bytes)),
