@@ -49,6 +49,7 @@ impl Inner {
         let clock = self.driver.backend().now();
         let mut waited = false;
         let mut gpu_waited = false;
+        let mut wanted = *wanted;
         let mut called_back = false;
         loop {
             let refusal = {
@@ -58,14 +59,15 @@ impl Inner {
                 }
                 self.housekeep(&mut slow);
                 self.obey_limit(&mut slow);
-                match self.obtain(&mut slow, wanted)? {
+                match self.obtain(&mut slow, &wanted)? {
                     Rung::Served(block) => return Ok(block),
                     Rung::Nothing(refusal) => refusal,
                 }
             };
             if self.config.cross_stream == CrossStream::Wait && !gpu_waited {
                 gpu_waited = true;
-                if self.gpu_wait(wanted) {
+                if let Some(epoch) = self.gpu_wait(&wanted) {
+                    wanted.stream.waited = epoch;
                     continue;
                 }
             }
@@ -85,7 +87,7 @@ impl Inner {
                 continue;
             }
             self.counters.ooms.fetch_add(1, Relaxed);
-            let error = self.out_of_memory(wanted, refusal);
+            let error = self.out_of_memory(&wanted, refusal);
             if self.config.shrink == Shrink::Oom {
                 self.trim_to(&mut self.slow.lock(), self.config.keep);
             }
@@ -228,7 +230,7 @@ impl Inner {
             } else {
                 Vec::new()
             };
-            let terms = Terms { budget, handle_max: policy::handle_size(budget, handle_max), moves, rechunk, step };
+            let terms = Terms { budget, handle_max: sized, moves, rechunk, step };
             let passed = self.epochs.passed();
             if let Some(supply) = source::supply(&placement, slow.physical.cached(), victims, terms, passed) {
                 return Ok(Found::Plan(segment, placement, supply));
@@ -343,21 +345,21 @@ impl Inner {
     }
 
     /// Makes the asking stream wait on the device for everything freed so far.
-    fn gpu_wait(&self, wanted: &Wanted) -> bool {
+    fn gpu_wait(&self, wanted: &Wanted) -> Option<u32> {
         let backend = self.driver.backend();
         let stream = wanted.stream;
         if backend.is_capturing(stream.id) {
-            return false;
+            return None;
         }
         self.close_epoch();
-        let Some((epoch, events)) = self.epochs.newest() else { return false };
+        let Some((epoch, events)) = self.epochs.newest() else { return None };
         let waits = events.iter().all(|event| backend.stream_wait(stream.id, event).is_ok());
         crate::epoch::recycle(backend, events);
         if waits {
             self.streams.set_waited(stream.slot, epoch);
             self.counters.gpu_waits.fetch_add(1, Relaxed);
         }
-        waits
+        waits.then_some(epoch)
     }
 
     /// Waits on the host for the oldest thing that may free memory. False: there is nothing to wait for.
