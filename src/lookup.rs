@@ -33,9 +33,11 @@ impl BlockTable {
 
     fn entry(&self, unit: usize) -> &AtomicU32 {
         assert!(unit < self.entries, "I9: only addresses of the reservation are looked up");
-        // SAFETY: I9: the mapping holds `entries` aligned u32 for as long as `self` lives, zero is a
-        // valid AtomicU32, and every access goes through this function.
-        unsafe { &*self.map.as_mut_ptr().cast::<AtomicU32>().add(unit) }
+        // SAFETY: I9: the mapping holds `entries` u32, so the result stays inside it.
+        let entry = unsafe { self.map.as_mut_ptr().cast::<AtomicU32>().add(unit) };
+        // SAFETY: I9: aligned and mapped for as long as `self` lives, zero is a valid AtomicU32, and every
+        // access goes through this function.
+        unsafe { &*entry }
     }
 
     /// Node of the block that starts at `unit` (from the start of the reservation); 0: none.

@@ -196,11 +196,12 @@ impl Driver {
         self.count(&[DriverCall::Map], bytes, || unsafe { self.backend.map(at, handle, bytes) })?;
         // SAFETY: the range is exactly the mapping made above.
         let access = self.count(&[DriverCall::SetAccess], bytes, || unsafe { self.backend.set_access(at, bytes) });
-        // SAFETY: exactly that mapping, and nobody has used it yet.
-        if access.is_err()
-            && self.count(&[DriverCall::Unmap], bytes, || unsafe { self.backend.unmap(at, bytes) }).is_ok()
-        {
-            return access;
+        if access.is_err() {
+            // SAFETY: exactly that mapping, and nobody has used it yet.
+            let undone = self.count(&[DriverCall::Unmap], bytes, || unsafe { self.backend.unmap(at, bytes) });
+            if undone.is_ok() {
+                return access;
+            }
         }
         // After a second failure the mapping stays, and is known to.
         known.mappings.insert(at, (bytes, handle.0));

@@ -52,9 +52,10 @@ pub(super) fn subject_for(request: &Request<'_>) -> Result<Opened, String> {
         return baseline_for(request);
     }
     let ground = Ground::open(request)?;
-    let Ground { backend, clock, device, left } = ground;
+    let Ground { backend, clock, device, left, stream } = ground;
     let kind = backend.kind();
-    let subject = Box::new(Xseg::new(request.config.clone(), backend, left).map_err(|error| error.to_string())?);
+    let subject =
+        Box::new(Xseg::new(request.config.clone(), backend, left, stream).map_err(|error| error.to_string())?);
     Ok(Opened { subject, clock, device, backend: kind })
 }
 
@@ -91,6 +92,7 @@ struct Ground {
     clock: Option<Timeline>,
     device: Option<Device>,
     left: Left,
+    stream: StreamOf,
 }
 
 impl Ground {
@@ -105,20 +107,46 @@ impl Ground {
                 let sim = Arc::new(SimBackend::new(SimOptions { timeline: clock.clone(), ..SimOptions::default() }));
                 let watched = sim.clone();
                 let left: Left = Box::new(move || watched.violations().first().cloned());
-                Ok(Self { backend: sim, clock: Some(clock), device: None, left })
+                Ok(Self { backend: sim, clock: Some(clock), device: None, left, stream: as_it_is() })
             }
             BackendChoice::Host => Self::host(request, clock),
-            choice => match crate::backend::open(choice) {
-                // `auto` without a GPU.
-                Ok(backend) if backend.kind() == BackendKind::Host => Self::host(request, clock),
-                Ok(_) if request.verify => Err("--verify does not work on cuda; give --backend host".into()),
-                Ok(_) if !lag.is_zero() => {
-                    Err("--gpu-lag sets a virtual clock, and a GPU has its own; give --backend host or sim".into())
+            BackendChoice::Cuda(index) => {
+                Self::cuda(request, index).map_err(|why| format!("{why}; --backend host and --backend sim need no GPU"))
+            }
+            // `auto` with a GPU, or without.
+            BackendChoice::Auto => match crate::backend::open(BackendChoice::Auto) {
+                Ok(backend) if backend.kind() == BackendKind::Cuda => {
+                    drop(backend);
+                    Self::cuda(request, 0)
                 }
-                Ok(backend) => Ok(Self { backend, clock: None, device: None, left: Box::new(|| None) }),
-                Err(error) => Err(format!("{error}; --backend host and --backend sim need no GPU")),
+                _ => Self::host(request, clock),
             },
         }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(request: &Request<'_>, index: u32) -> Result<Self, String> {
+        use crate::backend::cuda::{CudaBackend, CudaOptions, StreamSet};
+        if request.verify {
+            return Err(
+                "--verify needs --backend host; on a GPU the device suite (xseg-device) verifies replays".into()
+            );
+        }
+        if !request.lag.is_zero() {
+            return Err("--gpu-lag sets a virtual clock, and a GPU has its own; give --backend host or sim".into());
+        }
+        let device = CudaBackend::open(index, &CudaOptions::default()).map_err(|error| error.to_string())?;
+        let device = Arc::new(device);
+        let mut streams = StreamSet::new(device.clone());
+        let stream: StreamOf =
+            Box::new(move |number| streams.get(number).map_err(|error| SubjectError::Other(error.to_string())));
+        Ok(Self { backend: device, clock: None, device: None, left: Box::new(|| None), stream })
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn cuda(_: &Request<'_>, index: u32) -> Result<Self, String> {
+        crate::backend::open(BackendChoice::Cuda(index)).map_err(|error| error.to_string())?;
+        Err("xseg was built without the `cuda` feature".into())
     }
 
     fn host(request: &Request<'_>, clock: Timeline) -> Result<Self, String> {
@@ -130,7 +158,7 @@ impl Ground {
             (!leaks.is_empty()).then(|| leaks.to_string())
         });
         if !request.verify {
-            return Ok(Self { backend: host, clock: Some(clock), device: None, left });
+            return Ok(Self { backend: host, clock: Some(clock), device: None, left, stream: as_it_is() });
         }
         let memory: Arc<dyn MemoryAccess> = host.clone();
         let device = Device::new(&clock, memory, request.one_stream);
@@ -138,19 +166,27 @@ impl Ground {
         let backend = InjectBackend::new(host, request.fault)
             .on_clock(move || due.run_due())
             .on_stream_wait(move |stream| held.hold(stream.0));
-        Ok(Self { backend: Arc::new(backend), clock: Some(clock), device: Some(device), left })
+        Ok(Self { backend: Arc::new(backend), clock: Some(clock), device: Some(device), left, stream: as_it_is() })
     }
+}
+
+/// The stream of the backend for a stream of a trace: on a GPU, a number of a file is no handle.
+type StreamOf = Box<dyn FnMut(u64) -> Result<StreamId, SubjectError>>;
+
+fn as_it_is() -> StreamOf {
+    Box::new(|number| Ok(StreamId(number)))
 }
 
 /// The heap under replay.
 struct Xseg {
     heap: Heap,
     left: Left,
+    stream: StreamOf,
 }
 
 impl Xseg {
-    fn new(config: Config, backend: Arc<dyn Backend>, left: Left) -> crate::Result<Self> {
-        Ok(Self { heap: Heap::builder().config(config).backend(backend).build()?, left })
+    fn new(config: Config, backend: Arc<dyn Backend>, left: Left, stream: StreamOf) -> crate::Result<Self> {
+        Ok(Self { heap: Heap::builder().config(config).backend(backend).build()?, left, stream })
     }
 }
 
@@ -169,7 +205,8 @@ impl Subject for Xseg {
     }
 
     fn alloc(&mut self, bytes: u64, stream: u64) -> Result<u64, SubjectError> {
-        Ok(self.heap.alloc_raw(bytes, StreamId(stream))?)
+        let stream = (self.stream)(stream)?;
+        Ok(self.heap.alloc_raw(bytes, stream)?)
     }
 
     fn free(&mut self, address: u64) -> Result<(), SubjectError> {
@@ -177,7 +214,8 @@ impl Subject for Xseg {
     }
 
     fn record_use(&mut self, address: u64, stream: u64) -> Result<(), SubjectError> {
-        Ok(self.heap.record_use(address, StreamId(stream))?)
+        let stream = (self.stream)(stream)?;
+        Ok(self.heap.record_use(address, stream)?)
     }
 
     fn figures(&self) -> Figures {

@@ -190,13 +190,14 @@ pub(crate) fn speed(suite: &Suite) -> Result<Section, Error> {
 
 /// Time of one request that is served by moving `count` scattered handles of `size` bytes.
 fn remapped(suite: &Suite, size: u64, count: usize) -> Result<Duration, Error> {
-    // A handle for each block; `eager` moves them although the card has room.
-    let heap = heap(suite, &format!("defrag:eager,slack:0%,handle_max:{}MiB,growth:exact", size / MIB))?;
+    // A handle for each block; then the limit leaves nothing to create.
+    let heap = heap(suite, &format!("handle_max:{}MiB,growth:exact", size / MIB))?;
     let blocks: Vec<Allocation> = (0..2 * count).map(|_| heap.alloc(size, StreamId(0))).collect::<Result<_, _>>()?;
     let keep: Vec<Allocation> =
         blocks.into_iter().enumerate().filter_map(|(index, block)| (index % 2 == 1).then_some(block)).collect();
     suite.backend.quiesce()?;
     heap.tick();
+    heap.set_limit(heap.stats().reserved);
     let (block, took) = timed(|| heap.alloc(size * count as u64, StreamId(0)))?;
     let moved = heap.stats().handles_moved;
     if moved != count as u64 {

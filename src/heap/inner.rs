@@ -50,6 +50,9 @@ pub(crate) struct Slow {
     pub(crate) idle_since: HashMap<HandleId, (u32, u64)>,
 }
 
+/// Called with the bytes asked for before an out-of-memory error; says whether it freed any.
+pub(crate) type Callback = Arc<dyn Fn(u64) -> bool + Send + Sync>;
+
 /// See the module's text.
 pub(crate) struct Inner {
     pub(crate) driver: Driver,
@@ -66,7 +69,7 @@ pub(crate) struct Inner {
     uses: Mutex<HashMap<u32, Vec<StreamId>>>,
     pub(crate) counters: Counters,
     pub(crate) quiesce: bool,
-    pub(crate) callbacks: Mutex<Vec<Arc<dyn Fn(u64) -> bool + Send + Sync>>>,
+    pub(crate) callbacks: Mutex<Vec<Callback>>,
     pub(crate) shut: AtomicBool,
     /// The limit, readable without the driver lock.
     pub(crate) limit: AtomicU64,

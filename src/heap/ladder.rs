@@ -190,7 +190,7 @@ impl Inner {
         let request = Request { len: wanted.len, align: wanted.align, claim };
         let reserved = slow.physical.reserved();
         let hard = (cap.saturating_sub(reserved)) / GRANULE;
-        let handle_max = self.handle_cap(slow, &segment, wanted.segment);
+        let handle_max = self.handle_cap(slow, &segment, wanted.segment, wanted.bytes);
         let sized = policy::handle_size(hard, handle_max);
         let price = |missing: &[std::ops::Range<u32>]| Some(source::price(missing, sized));
         let mut placement = place::best(&segment, request, price);
@@ -203,7 +203,7 @@ impl Inner {
         let Some(placement) = placement else {
             return Err(Error::AddressSpace { requested: wanted.bytes, reserved: self.space.bytes() });
         };
-        let soft = self.soft_budget(reserved, wanted.bytes).min(hard);
+        let soft = (self.soft_limit(wanted.bytes).saturating_sub(reserved) / GRANULE).min(hard);
         let step = self.growth_step(reserved, handle_max, wanted.segment);
         let moves = self.config.defrag != Defrag::Off;
         let keep = placement.claim.start / UNITS_PER_GRANULE..placement.claim.end.div_ceil(UNITS_PER_GRANULE);
@@ -212,7 +212,7 @@ impl Inner {
         let mut rungs = vec![(soft, false, false)];
         rungs.extend(moves.then_some((soft, true, false)));
         if soft < hard {
-            rungs.extend((self.config.defrag == Defrag::Eager).then_some((soft, moves, true)));
+            rungs.push((soft, moves, true));
             rungs.push((hard, false, false));
             rungs.extend(moves.then_some((hard, true, false)));
         }
@@ -240,24 +240,24 @@ impl Inner {
     }
 
     /// Largest handle to create for a segment, in granules.
-    fn handle_cap(&self, slow: &Slow, segment: &Segment, index: u16) -> u32 {
+    fn handle_cap(&self, slow: &Slow, segment: &Segment, index: u16, asked: u64) -> u32 {
         let most = u32::try_from(self.config.handle_max / GRANULE).unwrap_or(u32::MAX).max(1);
         if index != LARGE {
             return most;
         }
-        policy::handle_cap(slow.limit / GRANULE, most, segment.taken_units, segment.gone_units)
+        let bound = slow.limit.min(self.soft_limit(asked));
+        policy::handle_cap(bound / GRANULE, most, segment.taken_units, segment.gone_units)
     }
 
-    /// Granules that growth may create before pages move instead.
-    fn soft_budget(&self, reserved: u64, asked: u64) -> u64 {
+    /// Bytes up to which growth may go before pages move instead; `u64::MAX`: no such bound.
+    fn soft_limit(&self, asked: u64) -> u64 {
         let slack = match self.config.defrag {
             Defrag::Eager => Some(self.config.slack.unwrap_or(EAGER_SLACK)),
             Defrag::OnPressure => self.config.slack,
             Defrag::Off => None,
         };
         let Some(slack) = slack else { return u64::MAX };
-        let allowed = (self.counters.live().saturating_add(asked)) as f64 * (1.0 + slack);
-        (allowed as u64).saturating_sub(reserved) / GRANULE
+        ((self.counters.live().saturating_add(asked)) as f64 * (1.0 + slack)) as u64
     }
 
     /// Granules to which the last handle of a growth step may be rounded up.
@@ -315,7 +315,7 @@ impl Inner {
     fn out_of_memory_callbacks(&self, bytes: u64) -> bool {
         let callbacks = self.callbacks.lock().clone();
         // All are asked: each may hold a part of what is missing.
-        callbacks.iter().fold(false, |freed, callback| callback(bytes) || freed)
+        callbacks.iter().filter(|callback| callback(bytes)).count() > 0
     }
 
     /// Creates and maps memory at start, as free memory of the large segment.
@@ -352,7 +352,7 @@ impl Inner {
             return None;
         }
         self.close_epoch();
-        let Some((epoch, events)) = self.epochs.newest() else { return None };
+        let (epoch, events) = self.epochs.newest()?;
         let waits = events.iter().all(|event| backend.stream_wait(stream.id, event).is_ok());
         crate::epoch::recycle(backend, events);
         if waits {

@@ -58,7 +58,7 @@ impl Inner {
     /// Merges what could not be one block when it was freed, in all segments. Says whether anything was.
     pub(crate) fn merge_passed(&self) -> bool {
         let passed = self.epochs.passed();
-        self.segment_indices().fold(false, |any, index| self.segment(index).merge_passed(passed) || any)
+        self.segment_indices().filter(|index| self.segment(*index).merge_passed(passed)).count() > 0
     }
 
     /// Releases idle handles until the limit is kept, also one that is larger than what is too much.

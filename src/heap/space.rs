@@ -165,7 +165,7 @@ impl Space {
         let offset = address - reservation.address;
         let segment = reservation.owners[(offset / SLOT) as usize].load(Relaxed);
         let unit = reservation.first + (offset / UNIT) as u32;
-        (segment != NOBODY).then_some(Located { reservation, unit, segment, aligned: offset % UNIT == 0 })
+        (segment != NOBODY).then_some(Located { reservation, unit, segment, aligned: offset.is_multiple_of(UNIT) })
     }
 
     fn reservation_of(&self, unit: u32) -> Option<&Reservation> {

@@ -413,7 +413,8 @@ impl Segment {
                     Kind::Free => free += u64::from(node.len),
                     Kind::Live => live += 1,
                     Kind::Unmapped | Kind::Zombie
-                        if node.start % UNITS_PER_GRANULE != 0 || node.len % UNITS_PER_GRANULE != 0 =>
+                        if !node.start.is_multiple_of(UNITS_PER_GRANULE)
+                            || !node.len.is_multiple_of(UNITS_PER_GRANULE) =>
                     {
                         return Err(format!("{:?} node {id} is not granule aligned", node.kind));
                     }

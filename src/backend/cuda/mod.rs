@@ -25,6 +25,9 @@ mod enter;
 mod events;
 pub mod memory;
 mod probe;
+mod streams;
+
+pub use streams::StreamSet;
 mod sys;
 
 /// What stream 0 means, by how the client was compiled.
