@@ -55,7 +55,7 @@ impl Epochs {
     /// itself; a later one covers it.
     pub(crate) fn close(&self, backend: &dyn Backend, streams: impl Fn() -> Vec<StreamId>) {
         let mut pending = self.pending.lock();
-        if pending.len() >= PENDING_MAX || self.ended.load(Ordering::Relaxed) {
+        if self.ended.load(Ordering::Relaxed) {
             return;
         }
         let epoch = self.open.fetch_add(1, Ordering::SeqCst);
@@ -79,6 +79,11 @@ impl Epochs {
         pending.push_back((epoch, Arc::new(events)));
     }
 
+    /// So many closed epochs wait that the next had better stay open longer.
+    pub(crate) fn is_full(&self) -> bool {
+        self.pending.lock().len() >= PENDING_MAX
+    }
+
     /// Asks which epochs have passed. Never waits.
     pub(crate) fn poll(&self, backend: &dyn Backend) {
         let mut pending = self.pending.lock();
@@ -93,17 +98,14 @@ impl Epochs {
         }
     }
 
-    /// The first closed epoch, not passed, whose end proves `epoch` passed; where that is still open because
-    /// too many wait, the oldest. Its events with it.
-    pub(crate) fn covering(&self, epoch: u32) -> Option<(u32, Closing)> {
-        let pending = self.pending.lock();
-        let found = pending.iter().find(|(number, _)| *number >= epoch).or_else(|| pending.front());
-        found.map(|(number, events)| (*number, events.clone()))
+    /// The oldest closed epoch that has not passed, with its events.
+    pub(crate) fn oldest(&self) -> Option<(u32, Closing)> {
+        self.pending.lock().front().map(|(epoch, events)| (*epoch, events.clone()))
     }
 
-    /// The last closed epoch that has not passed, with its events.
-    pub(crate) fn newest(&self) -> Option<(u32, Closing)> {
-        self.pending.lock().back().map(|(epoch, events)| (*epoch, events.clone()))
+    /// All closed epochs that have not passed, oldest first, with their events.
+    pub(crate) fn waiting(&self) -> Vec<(u32, Closing)> {
+        self.pending.lock().iter().map(|(epoch, events)| (*epoch, events.clone())).collect()
     }
 
     /// Gives all events back (at shutdown); no epoch is closed afterwards.

@@ -189,6 +189,23 @@ fn freed_neighbours_become_one_range() {
     }
 }
 
+#[test]
+fn growth_stops_before_memory_that_is_there() {
+    let lab = sim("growth:step=16MiB");
+    drop(lab.alloc(16 * MIB, S1));
+    lab.heap.trim();
+    // Addresses without memory, then free memory that the work of stream 1 keeps, then nothing.
+    let (a, b) = (lab.alloc(8 * MIB, S1), lab.alloc(8 * MIB, S1));
+    lab.work(S1, &b, support::MS);
+    drop(a);
+    lab.heap.trim();
+    drop(b);
+    let whole = lab.alloc(16 * MIB, S1);
+    lab.check();
+    drop(whole);
+    lab.ends_with(0);
+}
+
 /// A run of allocations and frees on three streams; offsets from the first block.
 fn offsets(lab: &Lab) -> Vec<i64> {
     let mut random = Random(77);

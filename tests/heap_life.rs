@@ -6,7 +6,8 @@ mod support;
 
 use std::sync::Arc;
 use std::time::Duration;
-use support::{MS, S1, S2, out_of_memory, sim, sim_with};
+use support::{Lab, MS, S1, S2, out_of_memory, sim, sim_with};
+use xseg::backend::EventScope;
 use xseg::backend::sim::{SimBackend, SimOptions};
 use xseg::units::{GIB, KIB, MIB};
 use xseg::{Allocation, Error, Heap, StreamId};
@@ -147,6 +148,49 @@ fn without_context_events_known_streams_are_asked_one_by_one() {
     assert_eq!(out_of_memory(lab.heap.alloc(32 * MIB, S2)).waiting, 32 * MIB);
     lab.time.advance(Duration::from_secs(2));
     drop(lab.alloc(32 * MIB, S2));
+    lab.ends_with(0);
+}
+
+/// A heap whose stream 2 was retired with 10 ms of work on a block that stream 1 has freed since.
+fn retired_with_work(conf: &str) -> Lab {
+    let lab = sim_with(conf, SimOptions { context_events: false, ..SimOptions::default() });
+    let block = lab.alloc(32 * MIB, S1);
+    block.record_use(S2).unwrap();
+    let read = lab.alloc(32 * MIB, S1);
+    lab.work(S2, &read, 10 * MS);
+    drop(block);
+    lab.heap.retire_stream(S2).unwrap();
+    drop(read);
+    lab
+}
+
+#[test]
+fn without_context_events_a_retired_streams_work_counts_on() {
+    let lab = retired_with_work("limit:64MiB,wait_limit:1ms");
+    assert_eq!(out_of_memory(lab.heap.alloc(32 * MIB, S3)).waiting, 64 * MIB);
+    lab.heap.trim();
+    lab.check();
+    lab.ends_with(0);
+}
+
+#[test]
+fn a_wait_goes_for_the_oldest_epoch_first() {
+    let lab = retired_with_work("limit:64MiB");
+    let started = std::time::Instant::now();
+    drop(lab.alloc(32 * MIB, S3));
+    assert!((10 * MS..20 * MS).contains(&lab.time.now()), "{:?}", lab.time.now());
+    assert!(started.elapsed() < Duration::from_secs(5), "it spun");
+    lab.ends_with(0);
+}
+
+#[test]
+fn a_wait_on_the_device_covers_retired_streams() {
+    let lab = retired_with_work("limit:64MiB,cross_stream:wait");
+    // The declared block is not waited for on the device, so that one of 32 MiB is left.
+    let block = lab.alloc(32 * MIB, S3);
+    assert_eq!((lab.heap.stats().gpu_waits, lab.heap.stats().host_waits), (1, 0));
+    assert!(lab.time.completion(EventScope::Stream(S3)) >= 10 * MS);
+    drop(block);
     lab.ends_with(0);
 }
 

@@ -134,7 +134,7 @@ fn a_limit_is_rounded_down_to_granules() {
 
 #[test]
 fn lowering_the_limit_gives_idle_memory_back_and_keeps_live_blocks() {
-    let lab = sim("handle_max:16MiB");
+    let lab = sim("handle_max:16MiB,growth:exact");
     let live: Vec<Allocation> = (0..4).map(|_| lab.alloc(16 * MIB, S1)).collect();
     drop(lab.alloc(64 * MIB, S1));
     assert_eq!(lab.reserved(), 128 * MIB);
@@ -279,7 +279,7 @@ fn trim_gives_back_what_has_passed_down_to_keep() {
 
 #[test]
 fn warm_up_maps_memory_at_start_for_any_stream() {
-    let lab = sim("warmup:100MiB");
+    let lab = sim("warmup:100MiB,growth:exact");
     let stats = lab.heap.stats();
     assert_eq!((stats.reserved, stats.allocated, stats.peak_allocated), (100 * MIB, 0, 0));
     assert_eq!(stats.largest_free, 100 * MIB);

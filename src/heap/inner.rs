@@ -292,9 +292,13 @@ impl Inner {
 
     /// Closes the open epoch. Takes no lock of a segment or of the driver.
     pub(crate) fn close_epoch(&self) {
-        if self.shut.load(Relaxed) {
-            return;
+        if !self.epochs.is_full() {
+            self.close_epoch_now();
         }
+    }
+
+    /// As [`Self::close_epoch`], however many wait already.
+    pub(crate) fn close_epoch_now(&self) {
         self.epochs.close(self.driver.backend(), || self.streams.all().iter().map(|stream| stream.id).collect());
     }
 

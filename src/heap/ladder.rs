@@ -45,6 +45,8 @@ impl Inner {
     /// Serves a request that has no fitting free block, or says why not.
     pub(crate) fn alloc_slow(&self, wanted: &Wanted) -> Result<Block> {
         self.counters.slow_allocs.fetch_add(1, Relaxed);
+        // A copy, since a wait on the device widens what its stream may take.
+        let wanted = &mut { *wanted };
         let started = Instant::now();
         let clock = self.driver.backend().now();
         let mut waited = false;
@@ -344,7 +346,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Makes the asking stream wait on the device for everything freed so far.
+    /// Makes the asking stream wait on the device for everything freed so far: the last epoch that it covers.
     fn gpu_wait(&self, wanted: &Wanted) -> Option<u32> {
         let backend = self.driver.backend();
         let stream = wanted.stream;
@@ -352,20 +354,30 @@ impl Inner {
             return None;
         }
         self.close_epoch();
-        let (epoch, events) = self.epochs.newest()?;
-        let waits = events.iter().all(|event| backend.stream_wait(stream.id, event).is_ok());
-        crate::epoch::recycle(backend, events);
-        if waits {
-            self.streams.set_waited(stream.slot, epoch);
+        let mut waited = 0;
+        let mut refused = false;
+        // All of them: where events are per stream, the last one does not cover streams that were retired.
+        for (epoch, events) in self.epochs.waiting() {
+            refused |= !events.iter().all(|event| backend.stream_wait(stream.id, event).is_ok());
+            waited = if refused { waited } else { epoch };
+            crate::epoch::recycle(backend, events);
+        }
+        if waited > 0 {
+            self.streams.set_waited(stream.slot, waited);
             self.counters.gpu_waits.fetch_add(1, Relaxed);
         }
-        waits.then_some(epoch)
+        (waited > 0).then_some(waited)
     }
 
     /// Waits on the host for the oldest thing that may free memory. False: there is nothing to wait for.
     fn wait_for_progress(&self, slice: Duration) -> bool {
         let backend = self.driver.backend();
-        if let Some((_, events)) = self.first_unpassed().and_then(|epoch| self.epochs.covering(epoch)) {
+        let unpassed = self.first_unpassed();
+        if unpassed.is_some_and(|epoch| epoch >= self.epochs.open()) {
+            self.close_epoch();
+        }
+        // Epochs pass in order, so that the oldest is in the way of all others.
+        if let Some((_, events)) = unpassed.and_then(|_| self.epochs.oldest()) {
             for event in events.iter() {
                 // A refusal shows again when the event is polled.
                 let _ = backend.wait(event, slice);

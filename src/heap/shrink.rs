@@ -193,13 +193,14 @@ impl Inner {
     /// Ends a stream: what it freed is everybody's once its epoch has passed.
     pub(crate) fn retire(&self, stream: StreamId) -> Result<()> {
         let key = self.driver.backend().stream_key(stream)?;
+        // While the stream is known still: where events are per stream, no later epoch covers its work.
+        self.close_epoch_now();
         let Some(stream) = self.streams.retire(key) else {
             return Err(Error::DeadStream {
                 stream: stream.0,
                 why: "the heap does not know it, or it was retired before".into(),
             });
         };
-        self.close_epoch();
         let _slow = self.slow.lock();
         for index in self.segment_indices() {
             self.segment(index).disown(stream.slot);
