@@ -51,7 +51,6 @@ impl Inner {
         let clock = self.driver.backend().now();
         let mut waited = false;
         let mut gpu_waited = false;
-        let mut wanted = *wanted;
         let mut called_back = false;
         loop {
             let refusal = {
@@ -61,14 +60,14 @@ impl Inner {
                 }
                 self.housekeep(&mut slow);
                 self.obey_limit(&mut slow);
-                match self.obtain(&mut slow, &wanted)? {
+                match self.obtain(&mut slow, wanted)? {
                     Rung::Served(block) => return Ok(block),
                     Rung::Nothing(refusal) => refusal,
                 }
             };
             if self.config.cross_stream == CrossStream::Wait && !gpu_waited {
                 gpu_waited = true;
-                if let Some(epoch) = self.gpu_wait(&wanted) {
+                if let Some(epoch) = self.gpu_wait(wanted) {
                     wanted.stream.waited = epoch;
                     continue;
                 }
@@ -89,7 +88,7 @@ impl Inner {
                 continue;
             }
             self.counters.ooms.fetch_add(1, Relaxed);
-            let error = self.out_of_memory(&wanted, refusal);
+            let error = self.out_of_memory(wanted, refusal);
             if self.config.shrink == Shrink::Oom {
                 self.trim_to(&mut self.slow.lock(), self.config.keep);
             }
