@@ -122,6 +122,14 @@ impl HeapBuilder {
 }
 
 impl Heap {
+    /// A heap with the policy of the environment variable `XSEG_CONF`, on the backend that it names.
+    ///
+    /// # Errors
+    /// [`crate::Error::Config`] for a wrong key or value, and as [`HeapBuilder::build`].
+    pub fn from_env() -> Result<Self> {
+        Self::builder().config(Config::from_env()?).build()
+    }
+
     /// A builder with the default policy.
     #[must_use]
     pub fn builder() -> HeapBuilder {
