@@ -27,8 +27,12 @@ pub(crate) const fn floor_pow2(n: u64) -> u32 {
 /// Largest handle for large blocks under a limit: `taken` and `freed` are what large blocks were given
 /// and gave back so far, in any one unit.
 pub(crate) fn handle_cap(limit: u64, handle_max: u32, taken: u64, freed: u64) -> u32 {
-    let share = if freed.saturating_mul(CHURN_AFTER) < taken { STAYING } else { CHURNING };
-    handle_max.min(floor_pow2(limit / share))
+    if freed.saturating_mul(CHURN_AFTER) < taken {
+        return handle_max.min(floor_pow2(limit / STAYING));
+    }
+    // Half a granule less: so much is lost at a block's edge whatever the handle, and in a small heap it counts.
+    let halves = (limit.saturating_mul(2) / CHURNING).saturating_sub(1);
+    handle_max.min(floor_pow2(halves / 2))
 }
 
 /// Largest handle while `budget` may still be created.
@@ -46,6 +50,7 @@ mod tests {
         assert_eq!(handle_cap(24 * gib, 32, 100, 0), 32);
         assert_eq!(handle_cap(24 * gib, 32, 100, 25), 8);
         assert_eq!(handle_cap(u64::MAX / 4, 32, 100, 90), 32);
+        assert_eq!(handle_cap(2374, 32, 100, 90), 1);
         assert_eq!(handle_cap(32, 32, 1, 1), 1);
         assert_eq!(handle_size(512, 32), 32);
         assert_eq!(handle_size(100, 32), 4);
