@@ -45,12 +45,11 @@ impl Inner {
     /// Serves a request that has no fitting free block, or says why not.
     pub(crate) fn alloc_slow(&self, wanted: &Wanted) -> Result<Block> {
         self.counters.slow_allocs.fetch_add(1, Relaxed);
-        // A copy, since a wait on the device widens what its stream may take.
-        let wanted = &mut { *wanted };
         let started = Instant::now();
         let clock = self.driver.backend().now();
         let mut waited = false;
         let mut gpu_waited = false;
+        // A copy, since a wait on the device widens what its stream may take.
         let mut wanted = *wanted;
         let mut called_back = false;
         loop {
