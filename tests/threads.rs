@@ -80,10 +80,14 @@ fn many_threads(lab: Lab, limit: u64) {
                 thread::yield_now();
             }
         });
-        let workers: Vec<_> = (0..THREADS).map(|number| scope.spawn({
-            let (lab, pool) = (&lab, &pool);
-            move || churn(lab, number, pool, until)
-        })).collect();
+        let workers: Vec<_> = (0..THREADS)
+            .map(|number| {
+                scope.spawn({
+                    let (lab, pool) = (&lab, &pool);
+                    move || churn(lab, number, pool, until)
+                })
+            })
+            .collect();
         let served = workers.into_iter().map(|worker| worker.join().unwrap()).sum();
         stop.store(true, Relaxed);
         watch.join().unwrap();
@@ -115,8 +119,7 @@ fn four_threads_under_a_limit_on_host() {
 #[test]
 fn no_thread_writes_to_anothers_block() {
     let device = Arc::new(HostBackend::new(HostOptions::default()).unwrap());
-    let heap =
-        Heap::builder().conf("limit:96MiB,growth:exact").unwrap().backend(device.clone()).build().unwrap();
+    let heap = Heap::builder().conf("limit:96MiB,growth:exact").unwrap().backend(device.clone()).build().unwrap();
     let until = Instant::now() + Duration::from_millis(1000);
     let streams: Vec<StreamId> = (0..THREADS).map(|_| device.create_stream().unwrap()).collect();
     let checked: u64 = thread::scope(|scope| {
@@ -162,8 +165,7 @@ fn no_thread_writes_to_anothers_block() {
 #[test]
 fn a_thread_that_waits_keeps_nobody_else() {
     let device = Arc::new(HostBackend::new(HostOptions::default()).unwrap());
-    let heap =
-        Heap::builder().conf("limit:64MiB,growth:exact").unwrap().backend(device.clone()).build().unwrap();
+    let heap = Heap::builder().conf("limit:64MiB,growth:exact").unwrap().backend(device.clone()).build().unwrap();
     let (busy, asking) = (device.create_stream().unwrap(), device.create_stream().unwrap());
     let held = heap.alloc(60 * MIB, busy).unwrap();
     let (open, gate) = mpsc::channel::<()>();
