@@ -45,12 +45,12 @@ impl Inner {
     /// Serves a request that has no fitting free block, or says why not.
     pub(crate) fn alloc_slow(&self, wanted: &Wanted) -> Result<Block> {
         self.counters.slow_allocs.fetch_add(1, Relaxed);
-        // A copy, since a wait on the device widens what its stream may take.
-        let wanted = &mut { *wanted };
         let started = Instant::now();
         let clock = self.driver.backend().now();
         let mut waited = false;
         let mut gpu_waited = false;
+        // A copy, since a wait on the device widens what its stream may take.
+        let mut wanted = *wanted;
         let mut called_back = false;
         loop {
             let refusal = {
@@ -60,14 +60,14 @@ impl Inner {
                 }
                 self.housekeep(&mut slow);
                 self.obey_limit(&mut slow);
-                match self.obtain(&mut slow, wanted)? {
+                match self.obtain(&mut slow, &wanted)? {
                     Rung::Served(block) => return Ok(block),
                     Rung::Nothing(refusal) => refusal,
                 }
             };
             if self.config.cross_stream == CrossStream::Wait && !gpu_waited {
                 gpu_waited = true;
-                if let Some(epoch) = self.gpu_wait(wanted) {
+                if let Some(epoch) = self.gpu_wait(&wanted) {
                     wanted.stream.waited = epoch;
                     continue;
                 }
@@ -88,7 +88,7 @@ impl Inner {
                 continue;
             }
             self.counters.ooms.fetch_add(1, Relaxed);
-            let error = self.out_of_memory(wanted, refusal);
+            let error = self.out_of_memory(&wanted, refusal);
             if self.config.shrink == Shrink::Oom {
                 self.trim_to(&mut self.slow.lock(), self.config.keep);
             }

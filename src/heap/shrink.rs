@@ -225,39 +225,55 @@ impl Inner {
         }
         let before = self.driver.nanos();
         let report = |what: &str, error: crate::error::DriverError| tracing::warn!(%error, "{what} at shutdown");
-        for zombie in std::mem::take(&mut slow.physical.zombies) {
-            let address = self.space.address(zombie.at * UNITS_PER_GRANULE);
-            match self.driver.unmap(address, u64::from(zombie.granules) * GRANULE) {
-                Ok(()) => slow.physical.buried(&zombie),
-                Err(error) => report("an old mapping stays", error),
-            }
-        }
-        let handles: Vec<_> = slow.physical.handles().map(|(id, handle)| (id, *handle)).collect();
-        for (id, handle) in handles {
-            let bytes = u64::from(handle.granules) * GRANULE;
-            if let Some(home) = handle.home {
-                match self.driver.unmap(self.space.address(home * UNITS_PER_GRANULE), bytes) {
-                    Ok(()) => {
-                        slow.physical.unmapped(home..home + handle.granules);
-                        slow.physical.take_home(id);
-                    }
-                    Err(error) => report("a mapping stays", error),
-                }
-            }
-            match self.driver.release(handle.token, bytes) {
-                Ok(()) => slow.physical.released(id),
-                Err(error) => report("a handle stays", error),
-            }
+        // A second try, since a refusal may be of the moment.
+        if let Err(error) = self.release_all(&mut slow).or_else(|_| self.release_all(&mut slow)) {
+            report("memory stays", error);
         }
         slow.physical.forget_cache();
         // A callback may hold this heap.
         self.callbacks.lock().clear();
         self.counters.teardown_nanos.fetch_add(self.driver.nanos() - before, Relaxed);
         for reservation in self.space.reservations() {
-            if let Err(error) = self.driver.unreserve(reservation.address, reservation.bytes) {
+            let unreserve = || self.driver.unreserve(reservation.address, reservation.bytes);
+            if let Err(error) = unreserve().or_else(|_| unreserve()) {
                 report("a reservation stays", error);
             }
         }
+    }
+
+    /// Unmaps and releases all that can be; the last refusal.
+    fn release_all(&self, slow: &mut Slow) -> std::result::Result<(), crate::error::DriverError> {
+        let mut done = Ok(());
+        for zombie in std::mem::take(&mut slow.physical.zombies) {
+            let address = self.space.address(zombie.at * UNITS_PER_GRANULE);
+            match self.driver.unmap(address, u64::from(zombie.granules) * GRANULE) {
+                Ok(()) => slow.physical.buried(&zombie),
+                Err(error) => {
+                    slow.physical.zombies.push(zombie);
+                    done = Err(error);
+                }
+            }
+        }
+        let handles: Vec<_> = slow.physical.handles().map(|(id, handle)| (id, *handle)).collect();
+        for (id, handle) in handles {
+            let bytes = u64::from(handle.granules) * GRANULE;
+            if let Some(home) = handle.home {
+                if let Err(error) = self.driver.unmap(self.space.address(home * UNITS_PER_GRANULE), bytes) {
+                    done = Err(error);
+                    continue;
+                }
+                slow.physical.unmapped(home..home + handle.granules);
+                slow.physical.take_home(id);
+            }
+            if slow.physical.handle(id).is_some_and(|handle| handle.zombies > 0) {
+                continue;
+            }
+            match self.driver.release(handle.token, bytes) {
+                Ok(()) => slow.physical.released(id),
+                Err(error) => done = Err(error),
+            }
+        }
+        done
     }
 
     /// Checks every invariant that can be checked at rest (tests).

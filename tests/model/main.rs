@@ -67,6 +67,8 @@ enum Op {
 #[derive(Debug, Clone)]
 struct Policy {
     limit: u64,
+    /// Made at start, when the limit is far: handles are large then.
+    warmup: u64,
     handle_max: u64,
     defrag: &'static str,
     cross_stream: &'static str,
@@ -80,15 +82,20 @@ struct Policy {
 impl Policy {
     fn conf(&self) -> String {
         format!(
-            "reserve:8GiB,limit:{}MiB,handle_max:{}MiB,defrag:{},cross_stream:{},shrink:{},growth:{},keep:{}MiB",
-            self.limit, self.handle_max, self.defrag, self.cross_stream, self.shrink, self.growth, self.keep
+            "reserve:8GiB,limit:64GiB,warmup:{}MiB,handle_max:{}MiB,\
+             defrag:{},cross_stream:{},shrink:{},growth:{},keep:{}MiB",
+            self.warmup, self.handle_max, self.defrag, self.cross_stream, self.shrink, self.growth, self.keep
         )
     }
 }
 
 fn policies() -> impl Strategy<Value = Policy> {
-    let sizes =
-        (40_u64..500, prop::sample::select(vec![2_u64, 2, 4, 16, 64]), prop::sample::select(vec![0_u64, 0, 24]));
+    let sizes = (
+        40_u64..500,
+        0_u64..3,
+        prop::sample::select(vec![2_u64, 2, 4, 16, 64]),
+        prop::sample::select(vec![0_u64, 0, 24]),
+    );
     let words = (
         prop::sample::select(vec!["on_pressure", "on_pressure", "eager", "off"]),
         prop::sample::select(vec!["passed", "passed", "passed", "off", "wait"]),
@@ -96,8 +103,9 @@ fn policies() -> impl Strategy<Value = Policy> {
         prop::sample::select(vec!["exact", "step=16MiB", "geometric=1.2"]),
     );
     (sizes, words, prop::bool::weighted(0.8), prop::sample::select(vec![0_u64, 0, 400])).prop_map(
-        |((limit, handle_max, keep), (defrag, cross_stream, shrink, growth), context_events, lag)| Policy {
+        |((limit, warm, handle_max, keep), (defrag, cross_stream, shrink, growth), context_events, lag)| Policy {
             limit: limit / 2 * 2,
+            warmup: limit / 2 * warm,
             handle_max,
             defrag,
             cross_stream,
@@ -135,7 +143,7 @@ fn ops() -> impl Strategy<Value = Op> {
         8 => micros.prop_map(|micros| Op::Advance { micros }),
         2 => Just(Op::Trim),
         3 => Just(Op::Tick),
-        2 => (8_u64..500).prop_map(|mib| Op::Limit { mib }),
+        2 => prop_oneof![4 => 8_u64..500, 1 => Just(65_536)].prop_map(|mib| Op::Limit { mib }),
         1 => which.clone().prop_map(|which| Op::Pin { which }),
         2 => which.prop_map(|which| Op::Unpin { which }),
         1 => stream.prop_map(|stream| Op::Retire { stream }),
@@ -150,6 +158,7 @@ fn run(policy: &Policy, ops: &[Op]) -> (xseg::Stats, u64, u64) {
     // Idle memory of other streams is out of reach with `off`, and a limit on waits would leave some waiting.
     let fine = policy.handle_max == 2 && policy.cross_stream != "off";
     let mut shadow = Shadow::new(&lab, fine, policy.cross_stream == "wait");
+    shadow.set_limit(policy.limit * MIB);
     let mut streams: Vec<StreamId> = (1..5).map(StreamId).collect();
     // Without events of the whole context, the heap knows only the streams that it has seen.
     for stream in &streams {
