@@ -131,7 +131,7 @@ fn no_thread_writes_to_anothers_block() {
                     let mut live: Vec<(Allocation, u64)> = Vec::new();
                     let mut checked = 0;
                     while Instant::now() < until {
-                        let bytes = random.below(if random.0 % 3 == 0 { 12 * MIB } else { 200 * KIB }) + 16;
+                        let bytes = random.below(if random.0.is_multiple_of(3) { 12 * MIB } else { 200 * KIB }) + 16;
                         if let Ok(block) = heap.alloc(bytes, stream) {
                             let mark = random.next();
                             device.write(block.address(), &mark.to_le_bytes()).unwrap();
@@ -169,7 +169,11 @@ fn a_thread_that_waits_keeps_nobody_else() {
     let (busy, asking) = (device.create_stream().unwrap(), device.create_stream().unwrap());
     let held = heap.alloc(60 * MIB, busy).unwrap();
     let (open, gate) = mpsc::channel::<()>();
-    device.launch(busy, move || drop(gate.recv())).unwrap();
+    device
+        .launch(busy, move || {
+            let _ = gate.recv();
+        })
+        .unwrap();
     drop(held);
     let started = Arc::new(Barrier::new(2));
     let waiting = thread::spawn({

@@ -164,8 +164,8 @@ pub(crate) fn supply(
 mod tests {
     use super::*;
 
-    fn placement(missing: Vec<Range<u32>>) -> Placement {
-        Placement { first: 1, block: 0..1, claim: 0..1, missing, room: 100 }
+    fn placement(run: Range<u32>) -> Placement {
+        Placement { first: 1, block: 0..1, claim: 0..1, missing: vec![run], room: 100 }
     }
 
     fn victim(handle: u32, granules: u32, age: u32) -> Victim {
@@ -187,7 +187,7 @@ mod tests {
     #[test]
     fn creates_in_falling_sizes() {
         let terms = Terms { budget: 100, ..TERMS };
-        let supply = supply(&placement(vec![0..37]), std::iter::empty(), Vec::new(), terms, 0).unwrap();
+        let supply = supply(&placement(0..37), std::iter::empty(), Vec::new(), terms, 0).unwrap();
         let sizes: Vec<u32> = supply.fills.iter().map(|fill| fill.granules).collect();
         assert_eq!(sizes, [32, 4, 1]);
     }
@@ -195,7 +195,7 @@ mod tests {
     #[test]
     fn moves_the_longest_idle_of_the_largest_that_fit() {
         let list = vec![victim(1, 4, 9), victim(2, 4, 3), victim(3, 16, 1)];
-        let supply = supply(&placement(vec![0..5]), [(1, 1)].into_iter(), list, TERMS, 0).unwrap();
+        let supply = supply(&placement(0..5), [(1, 1)].into_iter(), list, TERMS, 0).unwrap();
         assert_eq!(supply.fills[0].source, Source::Cached);
         assert_eq!(supply.fills[1], Fill { at: 1, granules: 4, source: Source::Move(victim(2, 4, 3)) });
     }
@@ -204,7 +204,7 @@ mod tests {
     fn rechunks_only_passed_handles() {
         let mut big = victim(3, 16, 1);
         big.epoch = 5;
-        let place = placement(vec![0..2]);
+        let place = placement(0..2);
         assert_eq!(supply(&place, std::iter::empty(), vec![big], TERMS, 4), None);
         let supply = supply(&place, std::iter::empty(), vec![big], TERMS, 5).unwrap();
         assert_eq!(supply.release, [big]);

@@ -201,7 +201,12 @@ fn run(policy: &Policy, ops: &[Op]) -> (xseg::Stats, u64, u64) {
 /// Takes out what a failing sequence fails without, in halves, quarters and so on.
 fn shortened(policy: &Policy, mut ops: Vec<Op>) -> Vec<Op> {
     let started = std::time::Instant::now();
-    let fails = |ops: &[Op]| catch_unwind(AssertUnwindSafe(|| drop(run(policy, ops)))).is_err();
+    let fails = |ops: &[Op]| {
+        catch_unwind(AssertUnwindSafe(|| {
+            let _ = run(policy, ops);
+        }))
+        .is_err()
+    };
     let mut part = ops.len().div_ceil(2);
     while part > 0 && started.elapsed() < Duration::from_secs(30) {
         let mut at = 0;

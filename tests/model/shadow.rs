@@ -14,18 +14,18 @@ use xseg::units::{GRANULE, UNIT};
 use xseg::{Error, Stats};
 
 /// Memory of a handle: (handle, offset, bytes).
-pub type Piece = (PhysicalAllocation, u64, u64);
+pub(crate) type Piece = (PhysicalAllocation, u64, u64);
 
 fn overlap(a: &[Piece], b: &[Piece]) -> bool {
     a.iter().any(|x| b.iter().any(|y| x.0 == y.0 && x.1 < y.1 + y.2 && y.1 < x.1 + x.2))
 }
 
 #[derive(Debug)]
-pub struct Live {
-    pub address: u64,
-    pub bytes: u64,
-    pub size: u64,
-    pub owner: StreamId,
+pub(crate) struct Live {
+    pub(crate) address: u64,
+    pub(crate) bytes: u64,
+    pub(crate) size: u64,
+    pub(crate) owner: StreamId,
     pieces: Vec<Piece>,
     /// Streams that the client declared.
     declared: Vec<StreamId>,
@@ -51,9 +51,9 @@ struct Pin {
 }
 
 /// See the module's text.
-pub struct Shadow<'a> {
+pub(crate) struct Shadow<'a> {
     lab: &'a Lab,
-    pub live: Vec<Live>,
+    pub(crate) live: Vec<Live>,
     uses: Vec<Use>,
     pins: Vec<Pin>,
     /// Reserved memory may exceed the limit only by what was there when it was lowered.
@@ -63,12 +63,12 @@ pub struct Shadow<'a> {
     fine: bool,
     /// Policy: a GPU-side wait may stand in for a completed event.
     gpu_waits: bool,
-    pub served: u64,
-    pub refused: u64,
+    pub(crate) served: u64,
+    pub(crate) refused: u64,
 }
 
 impl<'a> Shadow<'a> {
-    pub fn new(lab: &'a Lab, fine: bool, gpu_waits: bool) -> Self {
+    pub(crate) fn new(lab: &'a Lab, fine: bool, gpu_waits: bool) -> Self {
         let limit = lab.heap.limit();
         Self {
             lab,
@@ -88,7 +88,7 @@ impl<'a> Shadow<'a> {
         self.lab.sim()
     }
 
-    pub fn alloc(&mut self, bytes: u64, align: u64, stream: StreamId) {
+    pub(crate) fn alloc(&mut self, bytes: u64, align: u64, stream: StreamId) {
         let block = match self.lab.heap.alloc_aligned(bytes, align, stream) {
             Ok(block) => block,
             Err(Error::OutOfMemory(fields)) => {
@@ -131,13 +131,13 @@ impl<'a> Shadow<'a> {
         assert!(room < need, "refused {bytes} bytes with {room} granules not in use: {:?}", self.lab.heap.stats());
     }
 
-    pub fn work(&mut self, which: usize, stream: StreamId, length: Duration) {
+    pub(crate) fn work(&mut self, which: usize, stream: StreamId, length: Duration) {
         let one = &mut self.live[which];
         self.lab.work_at(stream, one.address, one.size, length);
         one.work.push((stream, self.lab.time.completion(EventScope::Stream(stream))));
     }
 
-    pub fn declare(&mut self, which: usize, stream: StreamId) {
+    pub(crate) fn declare(&mut self, which: usize, stream: StreamId) {
         let one = &mut self.live[which];
         match self.lab.heap.record_use(one.address, stream) {
             Ok(()) if one.owner != stream => one.declared.push(stream),
@@ -145,7 +145,7 @@ impl<'a> Shadow<'a> {
         }
     }
 
-    pub fn free(&mut self, which: usize) {
+    pub(crate) fn free(&mut self, which: usize) {
         let one = self.live.swap_remove(which);
         assert_eq!(self.lab.heap.block_size(one.address).unwrap(), (one.bytes, one.size));
         let pieces = self.sim().resolve(one.address, one.size);
@@ -158,7 +158,7 @@ impl<'a> Shadow<'a> {
         assert!(matches!(self.lab.heap.free_raw(one.address), Err(Error::InvalidPointer { .. })));
     }
 
-    pub fn pin(&mut self, which: usize) {
+    pub(crate) fn pin(&mut self, which: usize) {
         let (address, bytes) = (self.live[which].address, self.live[which].size);
         self.lab.heap.pin(address, bytes).unwrap();
         // Whole granules are pinned.
@@ -168,21 +168,21 @@ impl<'a> Shadow<'a> {
         self.pins.push(Pin { address, bytes, pieces });
     }
 
-    pub fn unpin(&mut self, which: usize) {
+    pub(crate) fn unpin(&mut self, which: usize) {
         if !self.pins.is_empty() {
             let pin = self.pins.swap_remove(which % self.pins.len());
             self.lab.heap.unpin(pin.address, pin.bytes).unwrap();
         }
     }
 
-    pub fn set_limit(&mut self, bytes: u64) {
+    pub(crate) fn set_limit(&mut self, bytes: u64) {
         let left = self.lab.heap.set_limit(bytes);
         self.limit = bytes;
         self.bound = bytes.max(left);
     }
 
     /// The stream ends; its blocks live on and may be freed, its work goes on.
-    pub fn retire(&mut self, stream: StreamId) {
+    pub(crate) fn retire(&mut self, stream: StreamId) {
         match self.lab.heap.retire_stream(stream) {
             Ok(()) | Err(Error::DeadStream { .. }) => {}
             Err(error) => panic!("{error}"),
@@ -201,7 +201,7 @@ impl<'a> Shadow<'a> {
     }
 
     /// What holds after every step; `deep` walks the heap.
-    pub fn check(&mut self, deep: bool) {
+    pub(crate) fn check(&mut self, deep: bool) {
         assert_eq!(self.sim().violations(), Vec::<String>::new());
         let reserved = self.sim().memory_in_use();
         assert!(reserved <= self.bound, "{reserved} reserved, limit {}", self.limit);
@@ -224,7 +224,7 @@ impl<'a> Shadow<'a> {
     }
 
     /// Frees all, waits, trims: `keep` bytes may stay.
-    pub fn finish(mut self, keep: u64, handle_max: u64) -> Stats {
+    pub(crate) fn finish(mut self, keep: u64, handle_max: u64) -> Stats {
         while !self.live.is_empty() {
             self.free(self.live.len() / 2);
         }

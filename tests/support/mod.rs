@@ -43,6 +43,7 @@ impl Drop for Orderly {
 }
 
 /// Makes tests of functions over [`Make`], one on each backend.
+#[allow(unused_macros, reason = "each test program uses a part of this file")]
 macro_rules! on_each_backend {
     ($($name:ident),* $(,)?) => {
         mod on_sim {
