@@ -18,9 +18,9 @@ pub enum SizeOrShare {
 pub enum Growth {
     /// What the request misses, no more.
     Exact,
-    /// Rounded up to a multiple of this many bytes.
+    /// The last handle is rounded up to this many bytes, within the largest handle.
     Step(u64),
-    /// At least this factor of what is reserved already is reached (1.1 = a tenth more).
+    /// The last handle is rounded up to this factor of what is reserved (1.1 = a tenth more), within the largest handle.
     Geometric(f64),
 }
 

@@ -85,8 +85,8 @@ pub const KEYS: [Key; 15] = [
     },
     Key {
         name: "growth",
-        meaning: "how much one growth step creates: what the request misses, that rounded up to a step, or at least \
-                  this factor of what is reserved",
+        meaning: "how much one growth step creates: what the request misses, or its last handle rounded up to a step \
+                  or to what makes this factor of what is reserved, `handle_max` at most",
         values: "exact, step=SIZE (2MiB to 64TiB), or geometric=FACTOR (above 1, up to 16)",
         default: "step=64MiB",
         show: |c| match c.growth {

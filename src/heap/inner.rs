@@ -9,7 +9,7 @@ use super::stats::Counters;
 use super::streams::{SEGMENTS, Stream, Streams};
 use crate::backend::driver::Driver;
 use crate::backend::{Event, EventScope, StreamId};
-use crate::config::{Config, CrossStream, RESERVE_MAX};
+use crate::config::{Config, CrossStream, RESERVE_MAX, Shrink};
 use crate::epoch::Epochs;
 use crate::error::{Error, PointerFault, Result};
 use crate::physical::{HandleId, Physical};
@@ -239,6 +239,14 @@ impl Inner {
             segment.freed_units = 0;
             drop(segment);
             self.close_epoch();
+            // Never by waiting: whoever holds the lock is at work on the same.
+            if matches!(self.config.shrink, Shrink::Idle(_) | Shrink::Watermark(_))
+                && let Some(mut slow) = self.slow.try_lock()
+                && !self.shut.load(Relaxed)
+            {
+                self.housekeep(&mut slow);
+                self.shrink(&mut slow);
+            }
         }
         Ok(())
     }

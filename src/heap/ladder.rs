@@ -61,7 +61,10 @@ impl Inner {
                 self.housekeep(&mut slow);
                 self.obey_limit(&mut slow);
                 match self.obtain(&mut slow, &wanted)? {
-                    Rung::Served(block) => return Ok(block),
+                    Rung::Served(block) => {
+                        self.shrink(&mut slow);
+                        return Ok(block);
+                    }
                     Rung::Nothing(refusal) => refusal,
                 }
             };
@@ -103,15 +106,18 @@ impl Inner {
         self.close_epoch();
         self.epochs.poll(backend);
         self.settle_pending();
-        self.reap(slow);
+        if !self.quiesce {
+            self.reap(slow);
+        }
     }
 
     /// Waits for the device, where page tables may not be edited beside running kernels. Only then is
     /// the driver lock held while waiting: nobody may edit meanwhile.
-    fn quiesce_device(&self) -> Result<()> {
+    pub(crate) fn quiesce_device(&self, slow: &mut Slow) -> Result<()> {
         self.close_epoch();
         self.driver.backend().quiesce()?;
         self.epochs.poll(self.driver.backend());
+        self.reap(slow);
         Ok(())
     }
 
@@ -156,7 +162,7 @@ impl Inner {
             }
             if self.quiesce {
                 drop(segment);
-                self.quiesce_device()?;
+                self.quiesce_device(slow)?;
                 segment = self.segment(wanted.segment);
             }
             let (segment, placement, supply) = match self.plan(slow, segment, wanted, cap)? {

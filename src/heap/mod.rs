@@ -190,7 +190,8 @@ impl Heap {
         self.inner.block_info(address)
     }
 
-    /// Gives idle memory whose use has passed back to the driver, down to the policy's `keep`. Never waits.
+    /// Gives idle memory whose use has passed back to the driver, down to the policy's `keep`. Never waits,
+    /// but for the device under `remap:quiesce`.
     pub fn trim(&self) -> TrimReport {
         let mut slow = self.inner.slow.lock();
         self.inner.close_epoch();
@@ -228,7 +229,7 @@ impl Heap {
     }
 
     /// Does deferred work: closes an epoch, unmaps what has passed, shrinks by the policy. Call it now
-    /// and then from any thread; it never waits for the device.
+    /// and then from any thread; it never waits for the device, unless it shrinks under `remap:quiesce`.
     pub fn tick(&self) {
         self.inner.tick();
     }

@@ -29,8 +29,11 @@ impl Inner {
     /// Releases idle handles until `keep` bytes are reserved, or none is left. Bytes given back.
     pub(crate) fn trim_to(&self, slow: &mut Slow, keep: u64) -> u64 {
         self.housekeep(slow);
-        self.merge_passed();
         let before = slow.physical.reserved();
+        if before > keep && !self.may_edit(slow) {
+            return 0;
+        }
+        self.merge_passed();
         while slow.physical.reserved() > keep {
             let excess = slow.physical.reserved() - keep;
             let Some(granules) = slow.physical.cached().next_back().map(|(granules, _)| granules) else { break };
@@ -85,6 +88,18 @@ impl Inner {
         }
     }
 
+    /// Makes page tables safe to edit where that needs the device to be idle (`remap:quiesce`): waits for it.
+    fn may_edit(&self, slow: &mut Slow) -> bool {
+        if !self.quiesce {
+            return true;
+        }
+        let quiet = self.quiesce_device(slow);
+        if let Err(error) = &quiet {
+            tracing::warn!(%error, "the device could not be waited for; nothing is given back");
+        }
+        quiet.is_ok()
+    }
+
     /// Unmaps and releases one idle handle.
     fn give_back(&self, slow: &mut Slow, victim: &Victim) -> bool {
         let claim = Claim { owner: 0, horizon: self.epochs.passed(), spare_huge: false };
@@ -122,19 +137,29 @@ impl Inner {
         self.close_epoch();
         self.housekeep(&mut slow);
         self.obey_limit(&mut slow);
+        self.shrink(&mut slow);
+    }
+
+    /// Gives idle memory back as `shrink:idle` and `shrink:watermark` say; called on the slow path, after
+    /// large frees and by `tick`.
+    pub(crate) fn shrink(&self, slow: &mut Slow) {
         match self.config.shrink {
             Shrink::Idle(duration) => {
                 let now = u64::try_from(self.driver.backend().now().as_nanos()).unwrap_or(u64::MAX);
                 let after = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
                 self.merge_passed();
-                let idle = self.idle(&slow);
+                let idle = self.idle(slow);
                 slow.idle_since.retain(|handle, (age, _)| idle.iter().any(|v| v.handle == *handle && v.age == *age));
+                let due = slow.idle_since.values().any(|(_, since)| now - since >= after);
+                if due && !self.may_edit(slow) {
+                    return;
+                }
                 for victim in idle {
                     let (_, since) = *slow.idle_since.entry(victim.handle).or_insert((victim.age, now));
                     let room = slow.physical.reserved().saturating_sub(self.config.keep);
                     if now - since >= after
                         && u64::from(victim.granules) * GRANULE <= room
-                        && self.give_back(&mut slow, &victim)
+                        && self.give_back(slow, &victim)
                     {
                         slow.idle_since.remove(&victim.handle);
                     }
@@ -143,7 +168,7 @@ impl Inner {
             Shrink::Watermark(share) => {
                 let high = (self.counters.live() as f64 * (1.0 + share)) as u64;
                 if slow.physical.reserved() > high {
-                    self.trim_to(&mut slow, high.max(self.config.keep));
+                    self.trim_to(slow, high.max(self.config.keep));
                 }
             }
             Shrink::Never | Shrink::Oom => {}

@@ -5,7 +5,7 @@
 #![forbid(unsafe_code)]
 
 use super::Placement;
-use crate::segment::nodes::{Kind, NodeId};
+use crate::segment::nodes::{Kind, NIL, NodeId};
 use crate::segment::{Claim, Segment};
 use crate::units::{UNITS_PER_GRANULE, granule_ceil, granule_floor};
 use std::ops::Range;
@@ -62,7 +62,8 @@ pub(crate) fn best(
             Kind::Unmapped => true,
             _ => false,
         };
-        if !usable || node.start != end {
+        // Spans may lie side by side by number and yet in different reservations: a hole ends with its span.
+        if !usable || node.start != end || node.prev == NIL {
             consider(&hole);
             hole.clear();
         }
