@@ -173,7 +173,7 @@ pub enum Error {
     },
     /// A refused driver call that is no lack of memory. The heap is as it was before the call.
     #[error(transparent)]
-    Driver(#[from] DriverError),
+    Driver(DriverError),
     /// The system's limit on the number of memory mappings of a process is near.
     #[error(
         "{used} of {budget} memory mappings are in use (vm.max_map_count); raise it with `sysctl -w vm.max_map_count=N` or use larger handles"
@@ -198,6 +198,15 @@ pub enum Error {
     /// The heap was shut down.
     #[error("the heap was shut down")]
     ShutDown,
+}
+
+impl From<DriverError> for Error {
+    fn from(error: DriverError) -> Self {
+        match error.mapping_limit {
+            Some((used, budget)) => Self::MappingLimit { used, budget },
+            None => Self::Driver(error),
+        }
+    }
 }
 
 /// What an address is, if it is no live block.

@@ -8,10 +8,11 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use support::{MS, Random, S1, S2, out_of_memory, sim, sim_with};
+use xseg::backend::host::{HostBackend, HostOptions};
 use xseg::backend::sim::SimOptions;
 use xseg::backend::timeline::Timeline;
 use xseg::units::{GIB, GRANULE, MIB, UNIT};
-use xseg::{Allocation, Error};
+use xseg::{Allocation, Error, StreamId};
 
 #[test]
 fn an_out_of_memory_error_says_what_stands_in_the_way() {
@@ -186,6 +187,51 @@ fn a_full_device_is_as_a_limit_and_names_the_driver() {
     drop((block, rest));
     drop(lab.alloc(64 * MIB, S2));
     lab.ends_with(0);
+}
+
+#[test]
+fn free_bytes_beside_live_ones_in_a_handle_are_said() {
+    // One handle of 16 MiB, since the limit is far when it is made.
+    let lab = sim("limit:64GiB,handle_max:16MiB,growth:exact");
+    drop(lab.alloc(16 * MIB, S1));
+    let block = lab.alloc(4 * MIB, S1);
+    assert_eq!(lab.heap.set_limit(0), 16 * MIB);
+    let fields = out_of_memory(lab.heap.alloc(16 * MIB, S1));
+    assert_eq!((fields.free, fields.partly_live, fields.waiting), (12 * MIB, 12 * MIB, 0));
+    lab.heap.pin(block.address(), 4 * MIB).unwrap();
+    assert_eq!(out_of_memory(lab.heap.alloc(16 * MIB, S1)).pinned, 0, "what is pinned is not free");
+    lab.heap.unpin(block.address(), 4 * MIB).unwrap();
+    drop(block);
+    lab.ends_with(0);
+}
+
+#[test]
+fn the_systems_limit_on_mappings_is_an_error_of_its_own() {
+    let options = HostOptions { vma_budget: Some(24), timeline: Some(Timeline::default()), ..HostOptions::default() };
+    let device = Arc::new(HostBackend::new(options).unwrap());
+    let heap =
+        xseg::Heap::builder().conf("handle_max:2MiB,growth:exact").and_then(|b| b.backend(device.clone()).build());
+    let heap = heap.unwrap();
+    // Handles out of order in the file: every one is a mapping of its own.
+    let mut live: Vec<Allocation> = Vec::new();
+    let error = (0..200).find_map(|number| {
+        match heap.alloc(2 * MIB, S1) {
+            Ok(block) => live.push(block),
+            Err(error) => return Some(error),
+        }
+        if number % 2 == 0 {
+            heap.alloc(600 * 1024, StreamId(number)).map(|block| live.push(block)).err()
+        } else {
+            None
+        }
+    });
+    match error {
+        Some(Error::MappingLimit { used, budget: 24 }) => assert!(used >= 20, "{used}"),
+        other => panic!("{other:?} after {} blocks", live.len()),
+    }
+    heap.check().unwrap();
+    drop((live, heap));
+    assert!(device.leaks().is_empty());
 }
 
 #[test]

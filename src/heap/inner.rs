@@ -300,6 +300,10 @@ impl Inner {
 
     /// Closes the open epoch. Takes no lock of a segment or of the driver.
     pub(crate) fn close_epoch(&self) {
+        if self.epochs.is_full() {
+            // Some may have passed since anyone asked.
+            self.epochs.poll(self.driver.backend());
+        }
         if !self.epochs.is_full() {
             self.close_epoch_now();
         }

@@ -6,7 +6,7 @@
 use super::execute::Outcome;
 use super::inner::{Block, Inner, LARGE, Slow, Wanted};
 use crate::config::{CrossStream, Defrag, Growth, Shrink};
-use crate::error::{DriverError, Error, OutOfMemory, Result};
+use crate::error::{DriverError, Error, Result};
 use crate::plan::place::{self, Request};
 use crate::plan::source::{self, Terms};
 use crate::plan::{Placement, Supply, Victim};
@@ -417,35 +417,5 @@ impl Inner {
             first = free.map(|node| node.epoch).filter(|epoch| *epoch > passed).chain(first).min();
         }
         first
-    }
-
-    /// The error, with what stands in the way.
-    fn out_of_memory(&self, wanted: &Wanted, driver: Option<DriverError>) -> Error {
-        let stats = self.stats();
-        let claim = self.claim(wanted.stream);
-        let mut waiting = stats.pending;
-        for index in self.segment_indices() {
-            let segment = self.segment(index);
-            let nodes = segment.iter().map(|id| &segment.nodes[id]);
-            waiting += nodes
-                .filter(|n| n.kind == Kind::Free && !claim.may_take(n))
-                .map(|n| u64::from(n.len) * UNIT)
-                .sum::<u64>();
-        }
-        let limit = if driver.is_some() { stats.reserved } else { stats.limit };
-        Error::OutOfMemory(Box::new(OutOfMemory {
-            requested: wanted.bytes,
-            stream: wanted.stream.id.0,
-            limit,
-            reserved: stats.reserved,
-            allocated: stats.allocated,
-            free: stats.free,
-            largest_free: stats.largest_free,
-            waiting,
-            partly_live: stats.partly_live_granules,
-            pinned: stats.pinned,
-            zombie: stats.zombie,
-            driver,
-        }))
     }
 }

@@ -3,6 +3,7 @@
 mod execute;
 mod inner;
 mod ladder;
+mod report;
 mod shrink;
 mod space;
 mod stats;

@@ -1,0 +1,59 @@
+//! The out-of-memory error: what stands in the way of a request.
+#![forbid(unsafe_code)]
+
+use super::inner::{Inner, Wanted};
+use crate::error::{DriverError, Error, OutOfMemory};
+use crate::plan::source;
+use crate::segment::Claim;
+use crate::segment::nodes::Kind;
+use crate::units::{GRANULE, UNIT, granule_ceil, granule_floor};
+
+/// Free bytes by what keeps them from a request; a byte may count in several.
+#[derive(Debug, Default)]
+struct Obstacles {
+    waiting: u64,
+    whole: u64,
+    pinned: u64,
+}
+
+impl Inner {
+    /// The error, with what stands in the way.
+    pub(super) fn out_of_memory(&self, wanted: &Wanted, driver: Option<DriverError>) -> Error {
+        let stats = self.stats();
+        let found = self.obstacles(self.claim(wanted.stream));
+        Error::OutOfMemory(Box::new(OutOfMemory {
+            requested: wanted.bytes,
+            stream: wanted.stream.id.0,
+            limit: if driver.is_some() { stats.reserved } else { stats.limit },
+            reserved: stats.reserved,
+            allocated: stats.allocated,
+            free: stats.free,
+            largest_free: stats.largest_free,
+            waiting: stats.pending + found.waiting,
+            // What is left: free, but neither pinned nor in a handle that is idle as a whole.
+            partly_live: stats.free.saturating_sub(found.whole + found.pinned),
+            pinned: found.pinned,
+            zombie: stats.zombie,
+            driver,
+        }))
+    }
+
+    fn obstacles(&self, claim: Claim) -> Obstacles {
+        let slow = self.slow.lock();
+        let all = Claim { owner: 0, horizon: u32::MAX, spare_huge: false };
+        let mut found = Obstacles::default();
+        for index in self.segment_indices() {
+            let segment = self.segment(index);
+            let idle = source::victims(index, &segment, &slow.physical, all, 0..0);
+            found.whole += idle.iter().map(|victim| u64::from(victim.granules) * GRANULE).sum::<u64>();
+            for node in segment.iter().map(|id| &segment.nodes[id]).filter(|node| node.kind == Kind::Free) {
+                let granules = granule_ceil(node.start)..granule_floor(node.end()).max(granule_ceil(node.start));
+                found.pinned += u64::from(slow.physical.pinned.count(granules)) * GRANULE;
+                if !claim.may_take(node) {
+                    found.waiting += u64::from(node.len) * UNIT;
+                }
+            }
+        }
+        found
+    }
+}
