@@ -83,6 +83,10 @@ pub(super) fn limit_of(config: &Config) -> Option<u64> {
     }
 }
 
+/// Said when a fault was asked for and none was made: such a run shows nothing.
+const NOT_INJECTED: &str =
+    "the fault to inject was never made, since too little was mapped; give a larger trace or a smaller handle_max";
+
 /// Says what the backend found wrong, or what was left behind, at the end.
 type Left = Box<dyn Fn() -> Option<String>>;
 
@@ -166,7 +170,13 @@ impl Ground {
         let backend = InjectBackend::new(host, request.fault)
             .on_clock(move || due.run_due())
             .on_stream_wait(move |stream| held.hold(stream.0));
-        Ok(Self { backend: Arc::new(backend), clock: Some(clock), device: Some(device), left, stream: as_it_is() })
+        let backend = Arc::new(backend);
+        let (injecting, asked) = (backend.clone(), request.fault.is_some());
+        let left: Left = Box::new(move || {
+            let idle = asked && injecting.injected() == 0;
+            left().or_else(|| idle.then(|| NOT_INJECTED.to_owned()))
+        });
+        Ok(Self { backend, clock: Some(clock), device: Some(device), left, stream: as_it_is() })
     }
 }
 
@@ -242,7 +252,7 @@ impl Subject for Xseg {
         self.heap.shut_down();
         sound.map_err(|why| SubjectError::Other(format!("an invariant of the heap is broken: {why}")))?;
         match (self.left)() {
-            Some(what) => Err(SubjectError::Other(format!("the heap left something behind or broke a rule: {what}"))),
+            Some(what) => Err(SubjectError::Other(format!("at the end of the replay: {what}"))),
             None => Ok(()),
         }
     }

@@ -16,12 +16,14 @@ use crate::segment::{Segment, Stamp};
 use crate::units::{GIB, GRANULE, UNIT, UNITS_PER_GRANULE};
 use parking_lot::MutexGuard;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Plans that other threads made stale before the request gives up planning.
 const REPLANS: u32 = 64;
 /// One slice of a host wait; between slices everything is looked at anew.
 const SLICE: Duration = Duration::from_micros(200);
+/// Rounds of a host wait in which a clock may stand still (a driver that refuses every wait).
+const STUCK: u32 = 1000;
 /// Share of live memory that `defrag:eager` lets lie idle.
 const EAGER_SLACK: f64 = 0.004;
 
@@ -45,13 +47,13 @@ impl Inner {
     /// Serves a request that has no fitting free block, or says why not.
     pub(crate) fn alloc_slow(&self, wanted: &Wanted) -> Result<Block> {
         self.counters.slow_allocs.fetch_add(1, Relaxed);
-        let started = Instant::now();
         let clock = self.driver.backend().now();
         let mut waited = false;
         let mut gpu_waited = false;
         // A copy, since a wait on the device widens what its stream may take.
         let mut wanted = *wanted;
         let mut called_back = false;
+        let (mut last, mut stuck) = (Duration::ZERO, 0u32);
         loop {
             let refusal = {
                 let mut slow = self.slow.lock();
@@ -81,9 +83,16 @@ impl Inner {
                     continue;
                 }
             }
-            let elapsed = (self.driver.backend().now().saturating_sub(clock)).max(started.elapsed());
+            // The backend's clock alone, so that a run on a virtual clock repeats whatever the machine does.
+            let elapsed = self.driver.backend().now().saturating_sub(clock);
+            stuck = if elapsed == last { stuck + 1 } else { 0 };
+            last = elapsed;
             let hopeless = self.counters.live().saturating_add(wanted.bytes) > self.limit.load(Relaxed);
-            if !hopeless && elapsed < self.config.wait_limit && self.wait_for_progress(SLICE.max(elapsed / 8)) {
+            if !hopeless
+                && stuck < STUCK
+                && elapsed < self.config.wait_limit
+                && self.wait_for_progress(SLICE.max(elapsed / 8))
+            {
                 if !waited {
                     waited = true;
                     self.counters.host_waits.fetch_add(1, Relaxed);

@@ -14,7 +14,7 @@ pub use stats::Stats;
 use crate::backend::driver::Driver;
 use crate::backend::{Backend, StreamId};
 use crate::config::{Config, RemapMode, SizeOrShare};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::units::{GIB, GRANULE, MIB, UNIT, round_down};
 use inner::{Block, Inner};
 use std::fmt;
@@ -111,6 +111,12 @@ impl HeapBuilder {
             RemapMode::Auto => !backend.capabilities().concurrent_remap,
         };
         let warmup = self.config.warmup;
+        if warmup > limit {
+            let (warmup, limit) = (crate::units::human(warmup), crate::units::human(limit));
+            return Err(Error::Config(format!(
+                "the settings contradict each other: warmup {warmup} is more than the limit of {limit} on this device"
+            )));
+        }
         let limit = if limit == u64::MAX { limit } else { round_down(limit, GRANULE) };
         let inner = Inner::new(Driver::new(backend), self.config, limit, quiesce);
         inner.space.reserve(&inner.driver, inner.reserve_bytes(), GIB)?;
