@@ -62,7 +62,8 @@ pub(crate) struct Segment {
     pub(crate) freed_units: u64,
     /// Live blocks.
     pub(crate) live_blocks: u64,
-    /// Units that blocks were given, and gave back, so far.
+    /// Units that blocks were given, and that became free, so far. The second counts the rests of growth and of
+    /// moves too, so the policy sees memory as churning a little earlier than blocks alone would show.
     pub(crate) taken_units: u64,
     pub(crate) gone_units: u64,
 }
