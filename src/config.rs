@@ -83,6 +83,17 @@ pub enum BackendChoice {
     Sim,
 }
 
+/// Devices that get access to a GPU's memory besides itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Peers {
+    /// None.
+    None,
+    /// All that can reach it.
+    All,
+    /// These, by index, as far as they can reach it.
+    Listed(Vec<u32>),
+}
+
 /// The policy. Sizes in bytes.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
@@ -113,8 +124,12 @@ pub struct Config {
     pub remap: RemapMode,
     /// Which backend.
     pub backend: BackendChoice,
+    /// Devices that get access to the memory, on `cuda`.
+    pub peers: Peers,
     /// Print statistics to stderr when the heap is dropped.
     pub stats: bool,
+    /// Ranges for NVIDIA's profilers around growth and moves, where the NVTX library is installed.
+    pub nvtx: bool,
     /// Longest host wait before an out-of-memory error.
     pub wait_limit: Duration,
 }
@@ -135,7 +150,9 @@ impl Default for Config {
             cross_stream: CrossStream::Passed,
             remap: RemapMode::Auto,
             backend: BackendChoice::Auto,
+            peers: Peers::None,
             stats: false,
+            nvtx: false,
             wait_limit: Duration::from_secs(10),
         }
     }

@@ -22,7 +22,7 @@ mod segment;
 pub mod trace;
 pub mod units;
 
-pub use backend::StreamId;
+pub use backend::{ClientEvent, StreamId};
 #[cfg(feature = "cuda")]
 pub use buffer::DeviceBuffer;
 pub use config::Config;

@@ -145,13 +145,56 @@ fn what_a_device_lacks_is_refused_without_being_a_violation() {
     let options = SimOptions { reserve_max: Some(GIB), context_events: false, ..SimOptions::default() };
     let backend = SimBackend::new(options);
     assert!(backend.reserve(2 * GIB).is_err() && backend.record(EventScope::Context).is_err());
+}
+
+#[test]
+fn calls_that_cover_every_stream_invalidate_captures() {
     let backend = sim(GIB);
-    backend.set_capturing(StreamId(3), true);
-    assert!(backend.is_capturing(StreamId(3)) && !backend.is_capturing(StreamId(4)));
-    assert!(backend.record(EventScope::Context).is_err());
-    backend.set_capturing(StreamId(3), false);
+    let stream = StreamId(3);
+    backend.begin_capture(stream).unwrap();
+    assert!(backend.is_capturing(stream) && !backend.is_capturing(StreamId(4)));
+    // Refused, but harmless.
+    assert!(backend.record(EventScope::Stream(stream)).is_err());
+    let event = backend.record(EventScope::Stream(StreamId(4))).unwrap();
+    assert!(backend.stream_wait(stream, &event).is_err());
+    backend.recycle(event);
+    assert_eq!(backend.end_capture(stream).unwrap().nodes(), 0);
     let event = backend.record(EventScope::Context).unwrap();
     backend.recycle(event);
+    assert!(backend.violations().is_empty());
+
+    for spoil in [|b: &SimBackend| b.record(EventScope::Context).map(drop), |b: &SimBackend| b.quiesce()] {
+        backend.begin_capture(stream).unwrap();
+        assert!(spoil(&backend).is_err());
+        assert!(backend.end_capture(stream).unwrap_err().reason.contains("invalidated"));
+    }
+    assert_eq!(backend.violations().len(), 2);
+    backend.disarm();
+}
+
+#[test]
+fn a_graph_needs_the_memory_that_it_was_captured_with() {
+    let backend = sim(GIB);
+    let stream = StreamId(3);
+    let at = backend.reserve(8 * MIB).unwrap();
+    let handles = [(); 2].map(|()| backend.create(2 * MIB).unwrap());
+    // SAFETY: the backend checks its own rules and has no memory, here and below.
+    unsafe {
+        backend.map(at, handles[0], 2 * MIB).unwrap();
+        backend.set_access(at, 2 * MIB).unwrap();
+    }
+    backend.begin_capture(stream).unwrap();
+    assert_eq!(backend.queue_work(stream, at + MIB, MIB, MS).unwrap(), Duration::ZERO);
+    let graph = backend.end_capture(stream).unwrap();
+    assert_eq!(backend.replay(&graph, stream).unwrap(), MS);
+    backend.timeline().advance(MS);
+    unsafe {
+        backend.unmap(at, 2 * MIB).unwrap();
+        backend.map(at, handles[1], 2 * MIB).unwrap();
+        backend.set_access(at, 2 * MIB).unwrap();
+    }
+    assert!(backend.replay(&graph, stream).unwrap_err().reason.contains("other memory"));
+    backend.disarm();
 }
 
 /// Calls that succeed of reserve, create, map, access, relocate, and all the way back.

@@ -6,10 +6,13 @@
 //! (invariant I10). What it cannot see is queued work: callers unmap only what has passed (I5).
 #![allow(unsafe_code, reason = "turns the backend's contracts into checks")]
 
+use super::watch::{MappingCallback, MappingChange, MappingEvent};
 use super::{Backend, BackendKind, PhysicalAllocation, cost};
 use crate::error::{DriverCall, DriverError};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
+use std::fmt;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -41,7 +44,6 @@ impl DriverCalls {
 }
 
 /// See the module's text. Shared; memory calls are made by one thread at a time.
-#[derive(Debug)]
 pub(crate) struct Driver {
     backend: Arc<dyn Backend>,
     create: AtomicU64,
@@ -54,6 +56,14 @@ pub(crate) struct Driver {
     nanos: AtomicU64,
     measured: bool,
     known: Mutex<Known>,
+    /// Told of every mapping, while `known` is not locked.
+    watchers: Vec<MappingCallback>,
+}
+
+impl fmt::Debug for Driver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Driver").field("backend", &self.backend).finish_non_exhaustive()
+    }
 }
 
 /// What exists, by the door's own count.
@@ -85,16 +95,16 @@ impl Known {
         if free { Ok(()) } else { Err(refused(DriverCall::Map, "something is mapped there")) }
     }
 
-    fn may_unmap(&self, at: u64, bytes: u64) -> Result<(), DriverError> {
+    fn may_unmap(&self, at: u64, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
         match self.mappings.get(&at) {
-            Some((len, _)) if *len == bytes => Ok(()),
+            Some((len, handle)) if *len == bytes => Ok(PhysicalAllocation(*handle)),
             _ => Err(refused(DriverCall::Unmap, "the range is not exactly one mapping")),
         }
     }
 }
 
 impl Driver {
-    pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
+    pub(crate) fn new(backend: Arc<dyn Backend>, watchers: Vec<MappingCallback>) -> Self {
         let measured = backend.kind() == BackendKind::Cuda;
         let zero = AtomicU64::default;
         Self {
@@ -108,6 +118,7 @@ impl Driver {
             nanos: zero(),
             measured,
             known: Mutex::default(),
+            watchers,
         }
     }
 
@@ -129,6 +140,13 @@ impl Driver {
     /// Nanoseconds spent in driver calls so far.
     pub(crate) fn nanos(&self) -> u64 {
         self.nanos.load(Relaxed)
+    }
+
+    fn tell(&self, change: MappingChange, address: u64, bytes: u64, handle: PhysicalAllocation) {
+        if !self.watchers.is_empty() {
+            let event = MappingEvent { change, address, bytes, handle, device: self.backend.device() };
+            self.watchers.iter().for_each(|watcher| watcher(&event));
+        }
     }
 
     /// Runs `operation`, then counts and prices the calls it stands for.
@@ -205,17 +223,26 @@ impl Driver {
         }
         // After a second failure the mapping stays, and is known to.
         known.mappings.insert(at, (bytes, handle.0));
+        drop(known);
+        self.tell(MappingChange::Mapped, at, bytes, handle);
         access
     }
 
     /// Unmaps one mapping that no queued or running work uses.
     pub(crate) fn unmap(&self, at: u64, bytes: u64) -> Result<(), DriverError> {
+        let handle = self.known.lock().may_unmap(at, bytes)?;
+        // Memory calls come from one thread at a time, so that what was looked up still holds afterwards.
+        self.tell(MappingChange::Unmapping, at, bytes, handle);
         let mut known = self.known.lock();
-        known.may_unmap(at, bytes)?;
         // SAFETY: I10: exactly one mapping; I5: the caller has proof that its use has passed.
-        self.count(&[DriverCall::Unmap], bytes, || unsafe { self.backend.unmap(at, bytes) })?;
-        known.mappings.remove(&at);
-        Ok(())
+        let done = self.count(&[DriverCall::Unmap], bytes, || unsafe { self.backend.unmap(at, bytes) });
+        if done.is_ok() {
+            known.mappings.remove(&at);
+            return Ok(());
+        }
+        drop(known);
+        self.tell(MappingChange::Kept, at, bytes, handle);
+        done
     }
 
     /// Moves a mapping that no queued or running work uses.
@@ -227,14 +254,35 @@ impl Driver {
         bytes: u64,
     ) -> Result<(), DriverError> {
         const CALLS: [DriverCall; 3] = [DriverCall::Map, DriverCall::SetAccess, DriverCall::Unmap];
+        {
+            let known = self.known.lock();
+            known.may_map(to, handle, bytes)?;
+            known.may_unmap(from, bytes)?;
+        }
+        self.tell(MappingChange::Unmapping, from, bytes, handle);
         let mut known = self.known.lock();
-        known.may_map(to, handle, bytes)?;
-        known.may_unmap(from, bytes)?;
         // SAFETY: I10: `to` is free addresses of one reservation, `from` exactly one mapping; I5 for its use.
-        self.count(&CALLS, bytes, || unsafe { self.backend.relocate(from, to, handle, bytes) })?;
-        known.mappings.remove(&from);
-        known.mappings.insert(to, (bytes, handle.0));
-        Ok(())
+        let done = self.count(&CALLS, bytes, || unsafe { self.backend.relocate(from, to, handle, bytes) });
+        if done.is_ok() {
+            known.mappings.remove(&from);
+            known.mappings.insert(to, (bytes, handle.0));
+        }
+        drop(known);
+        match &done {
+            Ok(()) => self.tell(MappingChange::Mapped, to, bytes, handle),
+            Err(_) => self.tell(MappingChange::Kept, from, bytes, handle),
+        }
+        done
+    }
+
+    /// A file descriptor for a handle's memory, and where in it the handle starts.
+    pub(crate) fn export(&self, handle: PhysicalAllocation) -> Result<(OwnedFd, u64), DriverError> {
+        let known = self.known.lock();
+        if !known.handles.contains_key(&handle.0) {
+            return Err(refused(DriverCall::Other, "the handle does not exist"));
+        }
+        // SAFETY: I10: it exists, and is not released while `known` is locked.
+        unsafe { self.backend.export(handle) }
     }
 
     /// Releases a handle that has no mapping.

@@ -1,8 +1,11 @@
 //! A backend that fails on demand and logs the order of calls, for tests of transactions.
 
-use super::{Backend, BackendKind, Capabilities, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId};
+use super::{
+    Backend, BackendKind, Capabilities, ClientEvent, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId,
+};
 use crate::error::{DriverCall, DriverError, Error};
 use parking_lot::Mutex;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -233,6 +236,10 @@ impl<B: Backend + ?Sized> Backend for FaultyBackend<B> {
         self.event(|b| b.stream_wait(stream, event))
     }
 
+    fn adopt(&self, event: ClientEvent) -> Result<Event, DriverError> {
+        self.event(|b| b.adopt(event))
+    }
+
     fn recycle(&self, event: Event) {
         self.inner.recycle(event);
     }
@@ -243,6 +250,19 @@ impl<B: Backend + ?Sized> Backend for FaultyBackend<B> {
 
     fn is_capturing(&self, stream: StreamId) -> bool {
         self.inner.is_capturing(stream)
+    }
+
+    fn any_capturing(&self, streams: &[StreamId]) -> bool {
+        self.inner.any_capturing(streams)
+    }
+
+    fn device(&self) -> u32 {
+        self.inner.device()
+    }
+
+    unsafe fn export(&self, handle: PhysicalAllocation) -> Result<(OwnedFd, u64), DriverError> {
+        // SAFETY: the caller's promise holds for the backend behind.
+        self.pass(DriverCall::Other, (0, 0), false, |b| unsafe { b.export(handle) })
     }
 
     fn now(&self) -> Duration {

@@ -6,12 +6,15 @@
 //! rule of the driver), [`host`] (memfd pages really remapped) and `cuda`.
 
 pub use driver::DriverCalls;
+pub use watch::{MappingCallback, MappingChange, MappingEvent};
 
 use crate::error::{DriverError, Error};
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+mod capture;
 pub mod cost;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -20,8 +23,10 @@ pub mod fault;
 pub mod host;
 #[cfg(feature = "cli")]
 pub mod inject;
+pub(crate) mod nvtx;
 pub mod sim;
 pub mod timeline;
+mod watch;
 
 /// A stream as the client names it: a `CUstream` on CUDA, any number on `sim`, and what
 /// [`host::HostBackend::create_stream`] gave on `host`. 0 is the default stream.
@@ -37,6 +42,26 @@ pub struct PhysicalAllocation(pub u64);
 #[derive(Debug, PartialEq, Eq, Hash)]
 #[must_use = "an event that is dropped instead of recycled is lost to the backend's pool"]
 pub struct Event(pub u64);
+
+/// An event of the client's, which the heap only looks at: a `CUevent` on CUDA, the number in an [`Event`]
+/// that the client recorded through the backend elsewhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ClientEvent(pub u64);
+
+/// Part of a handle's memory that another process or device may map. See
+/// [`crate::Heap::export_handles`].
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct ExportedHandle {
+    /// Closed when dropped; the memory then lives on while somebody else holds it.
+    pub fd: OwnedFd,
+    /// First byte of the part in what the descriptor stands for.
+    pub offset: u64,
+    /// Bytes of the part.
+    pub bytes: u64,
+    /// Bytes of the whole handle, which is what an importer maps.
+    pub handle_bytes: u64,
+}
 
 /// What an event covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -207,6 +232,13 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Makes later work of `stream` wait for the event, on the device.
     fn stream_wait(&self, stream: StreamId, event: &Event) -> Result<(), DriverError>;
 
+    /// An event of the backend's that completes when what the client's event stands for now has. The client
+    /// may record its event again or destroy it right afterwards. Never waits.
+    fn adopt(&self, _event: ClientEvent) -> Result<Event, DriverError> {
+        let why = format!("the {} backend takes no events of clients", self.kind());
+        Err(DriverError::new(crate::error::DriverCall::Event, why))
+    }
+
     /// Takes an event back.
     fn recycle(&self, event: Event);
 
@@ -214,9 +246,29 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// beside running kernels).
     fn quiesce(&self) -> Result<(), DriverError>;
 
-    /// Is a graph being captured from this stream?
+    /// Is a graph being captured from this stream? While one is, [`EventScope::Context`] and
+    /// [`Backend::quiesce`] must not be asked for: the driver refuses them and invalidates the capture.
     fn is_capturing(&self, _stream: StreamId) -> bool {
         false
+    }
+
+    /// Is a graph being captured from one of these streams, or from another that the backend can tell?
+    fn any_capturing(&self, streams: &[StreamId]) -> bool {
+        streams.iter().any(|stream| self.is_capturing(*stream))
+    }
+
+    /// Number of the device among those of its kind.
+    fn device(&self) -> u32 {
+        0
+    }
+
+    /// A file descriptor for the memory of a handle, and where in it the handle starts (bytes).
+    ///
+    /// # Safety
+    /// `handle` came from [`Backend::create`] and is not released.
+    unsafe fn export(&self, _handle: PhysicalAllocation) -> Result<(OwnedFd, u64), DriverError> {
+        let why = format!("the {} backend has no memory to export", self.kind());
+        Err(DriverError::new(crate::error::DriverCall::Other, why))
     }
 
     /// Time since some fixed moment, for policies with durations. Not called on the hot path.
@@ -228,12 +280,23 @@ pub trait Backend: Send + Sync + fmt::Debug {
 /// # Errors
 /// [`Error::Unavailable`] where it cannot be used, and why.
 pub fn open(choice: crate::config::BackendChoice) -> Result<Arc<dyn Backend>, Error> {
+    open_with(choice, &crate::config::Peers::None)
+}
+
+/// As [`open`]; on a GPU, `peers` get access to the memory.
+///
+/// # Errors
+/// As [`open`], and for a listed peer that does not exist.
+pub fn open_with(
+    choice: crate::config::BackendChoice,
+    peers: &crate::config::Peers,
+) -> Result<Arc<dyn Backend>, Error> {
     use crate::config::BackendChoice;
     Ok(match choice {
         BackendChoice::Sim => Arc::new(sim::SimBackend::new(sim::SimOptions::default())),
         BackendChoice::Host => Arc::new(host::HostBackend::new(host::HostOptions::default())?),
-        BackendChoice::Cuda(device) => open_cuda(device)?,
-        BackendChoice::Auto => match open_cuda(0) {
+        BackendChoice::Cuda(device) => open_cuda(device, peers)?,
+        BackendChoice::Auto => match open_cuda(0, peers) {
             Ok(backend) => backend,
             Err(error) => {
                 tracing::debug!(%error, "no CUDA device; host memory instead");
@@ -244,11 +307,17 @@ pub fn open(choice: crate::config::BackendChoice) -> Result<Arc<dyn Backend>, Er
 }
 
 #[cfg(feature = "cuda")]
-fn open_cuda(device: u32) -> Result<Arc<dyn Backend>, Error> {
-    Ok(Arc::new(cuda::CudaBackend::open(device, &cuda::CudaOptions::default())?))
+fn open_cuda(device: u32, peers: &crate::config::Peers) -> Result<Arc<dyn Backend>, Error> {
+    use crate::config::Peers;
+    let peers = match peers {
+        Peers::None => Vec::new(),
+        Peers::All => cuda::driver_info()?.devices.iter().map(|info| info.index).collect(),
+        Peers::Listed(devices) => devices.clone(),
+    };
+    Ok(Arc::new(cuda::CudaBackend::open(device, &cuda::CudaOptions { peers, ..cuda::CudaOptions::default() })?))
 }
 
 #[cfg(not(feature = "cuda"))]
-fn open_cuda(_: u32) -> Result<Arc<dyn Backend>, Error> {
+fn open_cuda(_: u32, _: &crate::config::Peers) -> Result<Arc<dyn Backend>, Error> {
     Err(Error::Unavailable { backend: "cuda", why: "xseg was built without the `cuda` feature".into() })
 }

@@ -5,17 +5,23 @@
 //! and dropping a backend with violations or leftovers panics, so that no test passes over one.
 //! Calls cost nothing here; the counted and priced door is in front of every backend.
 
+use super::capture::Captures;
 use super::timeline::Timeline;
-use super::{Backend, BackendKind, Capabilities, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId};
+use super::{
+    Backend, BackendKind, Capabilities, ClientEvent, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId,
+};
 use crate::error::{DriverCall, DriverError};
 use crate::units::{GRANULE, human, round_up};
 use parking_lot::Mutex;
 use ranges::{Runs, Uses};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
+mod capture;
 mod ranges;
+
+pub use capture::SimGraph;
 
 /// Where the first reservation starts: a number that no client takes for an offset.
 const FIRST_ADDRESS: u64 = 1 << 40;
@@ -138,9 +144,7 @@ pub struct SimBackend {
     options: SimOptions,
     capabilities: Capabilities,
     state: Mutex<State>,
-    capturing: Mutex<BTreeSet<u64>>,
-    /// Whether `capturing` holds anything, so that the usual question takes no lock.
-    any_capturing: AtomicBool,
+    captures: Captures<capture::Node>,
     open_events: AtomicU64,
     armed: AtomicBool,
 }
@@ -170,8 +174,7 @@ impl SimBackend {
             options,
             capabilities,
             state: Mutex::new(state),
-            capturing: Mutex::default(),
-            any_capturing: AtomicBool::new(false),
+            captures: Captures::default(),
             open_events: AtomicU64::new(0),
             armed: AtomicBool::new(true),
         }
@@ -183,7 +186,8 @@ impl SimBackend {
         &self.options.timeline
     }
 
-    /// Queues work of `length` on `stream` that uses `bytes` at `address`, and says when it will be done.
+    /// Queues work of `length` on `stream` that uses `bytes` at `address`, and says when it will be done. On
+    /// a stream that captures it becomes part of the graph instead.
     ///
     /// # Errors
     /// A [`DriverError`], also noted as a violation, if part of the range is not accessible.
@@ -195,8 +199,11 @@ impl SimBackend {
         length: Duration,
     ) -> Result<Duration, DriverError> {
         let timeline = &self.options.timeline;
+        self.state.lock().may_use(address, bytes)?;
+        if self.captured(stream, address, bytes, length) {
+            return Ok(timeline.now());
+        }
         let mut state = self.state.lock();
-        state.may_use(address, bytes)?;
         let end = timeline.queue(stream, length);
         state.uses.add(address, address + bytes, nanos(end), nanos(timeline.now()));
         Ok(end)
@@ -286,18 +293,6 @@ impl SimBackend {
     /// Stops the panic on drop, for tests that break rules or leave things behind on purpose.
     pub fn disarm(&self) {
         self.armed.store(false, Relaxed);
-    }
-
-    /// Begins or ends the capture of a graph from `stream`. While one runs, events over the whole
-    /// context are refused.
-    pub fn set_capturing(&self, stream: StreamId, on: bool) {
-        let mut capturing = self.capturing.lock();
-        if on {
-            capturing.insert(stream.0);
-        } else {
-            capturing.remove(&stream.0);
-        }
-        self.any_capturing.store(!capturing.is_empty(), Relaxed);
     }
 }
 
@@ -433,9 +428,12 @@ impl Backend for SimBackend {
     }
 
     fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
-        let context = scope == EventScope::Context;
-        if context && (!self.options.context_events || self.any_capturing.load(Relaxed)) {
-            return Err(DriverError::new(DriverCall::Event, "context events are not available"));
+        match scope {
+            EventScope::Context if !self.options.context_events => {
+                return Err(DriverError::new(DriverCall::Event, "context events are not available"));
+            }
+            EventScope::Context => self.outside_captures(DriverCall::Event, "an event over the whole context")?,
+            EventScope::Stream(stream) => self.not_capturing(stream)?,
         }
         self.open_events.fetch_add(1, Relaxed);
         Ok(self.options.timeline.record(scope))
@@ -450,8 +448,13 @@ impl Backend for SimBackend {
     }
 
     fn stream_wait(&self, stream: StreamId, event: &Event) -> Result<(), DriverError> {
+        self.not_capturing(stream)?;
         self.options.timeline.stream_wait(stream, event);
         Ok(())
+    }
+
+    fn adopt(&self, event: ClientEvent) -> Result<Event, DriverError> {
+        self.adopted(event.0)
     }
 
     fn recycle(&self, event: Event) {
@@ -460,12 +463,13 @@ impl Backend for SimBackend {
     }
 
     fn quiesce(&self) -> Result<(), DriverError> {
+        self.outside_captures(DriverCall::Other, "a wait for the device")?;
         self.options.timeline.quiesce();
         Ok(())
     }
 
     fn is_capturing(&self, stream: StreamId) -> bool {
-        self.any_capturing.load(Relaxed) && self.capturing.lock().contains(&stream.0)
+        self.captures.contains(stream)
     }
 
     fn now(&self) -> Duration {

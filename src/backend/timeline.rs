@@ -93,6 +93,16 @@ impl Timeline {
         Event(id)
     }
 
+    /// Another event that completes when `event` does; `None` where there is no such event.
+    pub(crate) fn adopt(&self, event: u64) -> Option<Event> {
+        let mut state = self.0.lock();
+        let at = *state.events.get(&event)?;
+        state.next_event += 1;
+        let id = state.next_event;
+        state.events.insert(id, at);
+        Some(Event(id))
+    }
+
     pub(crate) fn is_done(&self, event: &Event) -> bool {
         let state = self.0.lock();
         state.events.get(&event.0).is_none_or(|at| *at <= state.now)

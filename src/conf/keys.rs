@@ -3,7 +3,8 @@
 
 use super::values::{SIZE_FORM, duration, duration_text, factor, factor_text, share, share_text, size, size_text};
 use crate::config::{
-    BackendChoice, Config, CrossStream, Defrag, Growth, RESERVE_MAX, RemapMode, SMALL_LIMIT_MAX, Shrink, SizeOrShare,
+    BackendChoice, Config, CrossStream, Defrag, Growth, Peers, RESERVE_MAX, RemapMode, SMALL_LIMIT_MAX, Shrink,
+    SizeOrShare,
 };
 use crate::error::{Error, Result};
 use crate::units::{GIB, GRANULE};
@@ -52,7 +53,7 @@ impl Key {
 }
 
 /// Every key, in the order of the documentation.
-pub const KEYS: [Key; 15] = [
+pub const KEYS: [Key; 17] = [
     Key {
         name: "limit",
         meaning: "most physical memory that may exist; auto leaves 512 MiB or 1 %, whichever is more, to others",
@@ -241,11 +242,26 @@ pub const KEYS: [Key; 15] = [
                 "cuda" => BackendChoice::Cuda(0),
                 "host" => BackendChoice::Host,
                 "sim" => BackendChoice::Sim,
-                v => match v.strip_prefix("cuda=").map(str::parse) {
-                    Some(Ok(device @ 0..=4095)) => BackendChoice::Cuda(device),
-                    Some(_) => return Err("it is no device number from 0 to 4095".into()),
-                    None => return Err(choice()),
-                },
+                v => BackendChoice::Cuda(device(v.strip_prefix("cuda=").ok_or_else(choice)?)?),
+            };
+            Ok(())
+        },
+    },
+    Key {
+        name: "peers",
+        meaning: "devices that get access to a GPU's memory when it is mapped, as far as they can reach it",
+        values: "none, all, or device numbers such as 1 or 1+2+3",
+        default: "none",
+        show: |c| match &c.peers {
+            Peers::None => "none".into(),
+            Peers::All => "all".into(),
+            Peers::Listed(devices) => devices.iter().map(u32::to_string).collect::<Vec<_>>().join("+"),
+        },
+        set: |c, v| {
+            c.peers = match v {
+                "none" => Peers::None,
+                "all" => Peers::All,
+                v => Peers::Listed(v.split('+').map(device).collect::<Parsed<_>>()?),
             };
             Ok(())
         },
@@ -258,6 +274,17 @@ pub const KEYS: [Key; 15] = [
         show: |c| named(&SWITCH, c.stats),
         set: |c, v| {
             c.stats = chosen(&SWITCH, v)?;
+            Ok(())
+        },
+    },
+    Key {
+        name: "nvtx",
+        meaning: "ranges for NVIDIA's profilers around growth and moves, where the NVTX library is installed",
+        values: "on or off",
+        default: "off",
+        show: |c| named(&SWITCH, c.nvtx),
+        set: |c, v| {
+            c.nvtx = chosen(&SWITCH, v)?;
             Ok(())
         },
     },
@@ -299,6 +326,11 @@ fn named<T: Copy + PartialEq>(names: &[(&'static str, T)], value: T) -> String {
 
 fn chosen<T: Copy>(names: &[(&'static str, T)], text: &str) -> Parsed<T> {
     names.iter().find(|(name, _)| *name == text).map(|(_, value)| *value).ok_or_else(choice)
+}
+
+fn device(text: &str) -> Parsed<u32> {
+    let number = text.parse().ok().filter(|number| *number <= 4095);
+    number.ok_or_else(|| "it is no device number from 0 to 4095".into())
 }
 
 fn choice() -> String {

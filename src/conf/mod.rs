@@ -14,7 +14,7 @@ use values::size_text;
 #[cfg(feature = "cli")]
 pub(crate) use values::{Ratio, duration, size};
 
-use crate::config::{Config, SizeOrShare};
+use crate::config::{BackendChoice, Config, Peers, SizeOrShare};
 use crate::error::{Error, Result};
 use std::fmt;
 
@@ -99,6 +99,12 @@ impl Config {
                     )));
                 }
             }
+        }
+        if self.peers != Peers::None && matches!(self.backend, BackendChoice::Host | BackendChoice::Sim) {
+            let backend = KEYS.iter().find(|key| key.name == "backend").map_or_else(String::new, |key| key.show(self));
+            return Err(Error::Config(format!(
+                "`peers` is for GPUs, and `backend:{backend}` is none; drop `peers` or use `backend:cuda`"
+            )));
         }
         if let Some(reserve) = self.reserve
             && self.warmup > reserve

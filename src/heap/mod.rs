@@ -95,7 +95,7 @@ impl HeapBuilder {
     pub fn build(self) -> Result<Heap> {
         let backend = match self.backend {
             Some(backend) => backend,
-            None => crate::backend::open(self.config.backend)?,
+            None => crate::backend::open_with(self.config.backend, &self.config.peers)?,
         };
         let total = backend.memory()?.total;
         let limit = match self.config.limit {
@@ -118,7 +118,7 @@ impl HeapBuilder {
             )));
         }
         let limit = if limit == u64::MAX { limit } else { round_down(limit, GRANULE) };
-        let inner = Inner::new(Driver::new(backend), self.config, limit, quiesce);
+        let inner = Inner::new(Driver::new(backend, Vec::new()), self.config, limit, quiesce);
         inner.space.reserve(&inner.driver, inner.reserve_bytes(), GIB)?;
         let heap = Heap { inner: Arc::new(inner) };
         if warmup > 0 {

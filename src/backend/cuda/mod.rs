@@ -5,13 +5,16 @@
 //! call leaves the caller's current context and capture mode as found. Streams are the caller's
 //! `CUstream` handles as numbers: 0 the default stream, 1 the legacy one, 2 the calling thread's.
 //!
-//! Graph capture: calls are made in relaxed capture mode, which keeps a capture valid, with one
-//! exception. The driver refuses a context-wide event while *any* stream of the context captures,
-//! **and invalidates that capture**: see [`CudaBackend::record`](Backend::record).
+//! Graph capture: calls are made in relaxed capture mode, which keeps a capture valid, with two
+//! exceptions. The driver refuses a context-wide event and a wait for the context while *any* of its
+//! streams captures, **and invalidates that capture**: see [`CudaBackend::record`](Backend::record).
 
-use super::{Backend, BackendKind, Capabilities, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId};
+use super::{
+    Backend, BackendKind, Capabilities, ClientEvent, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId,
+};
 use crate::error::{DriverCall, DriverError, Error};
 use crate::units::GRANULE;
+use adopt::Waiters;
 use enter::Primary;
 use events::EventPool;
 use probe::unavailable;
@@ -21,6 +24,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 use sys::{Access, Api, Attribute, MemoryKind, STREAM_LEGACY, STREAM_PER_THREAD};
 
+mod adopt;
 mod enter;
 mod events;
 pub mod memory;
@@ -118,7 +122,9 @@ fn initialised() -> Result<&'static Api, Error> {
 #[derive(Debug)]
 pub struct CudaBackend {
     primary: Primary,
+    index: u32,
     events: EventPool,
+    waiters: Waiters,
     capabilities: Capabilities,
     memory: MemoryKind,
     access: Access,
@@ -147,7 +153,9 @@ impl CudaBackend {
         drop(entered);
         Ok(Self {
             primary,
+            index,
             events: EventPool::default(),
+            waiters: Waiters::default(),
             capabilities: probed.capabilities,
             memory: probed.memory,
             access: probed.access,
@@ -381,10 +389,24 @@ impl Backend for CudaBackend {
         unsafe { self.api().stream_wait(stream, event.0) }
     }
 
+    fn adopt(&self, event: ClientEvent) -> Result<Event, DriverError> {
+        let _entered = self.primary.enter(true)?;
+        let own = self.events.take(self.api())?;
+        // SAFETY: the trait's events exist; `own` was taken out of the pool just now.
+        match unsafe { self.waiters.record_behind(self.api(), event.0, own) } {
+            Ok(()) => Ok(Event(own)),
+            Err(error) => {
+                self.events.give_back(own);
+                Err(error)
+            }
+        }
+    }
+
     fn recycle(&self, event: Event) {
         self.events.give_back(event.0);
     }
 
+    /// Must not be asked for while any stream of the context captures.
     fn quiesce(&self) -> Result<(), DriverError> {
         let _entered = self.primary.enter(true)?;
         self.api().synchronize()
@@ -397,6 +419,24 @@ impl Backend for CudaBackend {
         unsafe { self.api().is_capturing(self.resolve(stream)) }.unwrap_or(false)
     }
 
+    /// Also sees a capture of a stream that is not listed, where that stream waits for the legacy one.
+    fn any_capturing(&self, streams: &[StreamId]) -> bool {
+        let Ok(_entered) = self.primary.enter(true) else { return false };
+        let streams = streams.iter().map(|stream| self.resolve(*stream));
+        // SAFETY: the trait's streams exist, and the legacy one always does.
+        streams.chain([STREAM_LEGACY]).any(|stream| unsafe { self.api().is_capturing(stream) }.unwrap_or(false))
+    }
+
+    fn device(&self) -> u32 {
+        self.index
+    }
+
+    /// A descriptor of the handle alone.
+    unsafe fn export(&self, handle: PhysicalAllocation) -> Result<(OwnedFd, u64), DriverError> {
+        // SAFETY: the caller's.
+        Ok((unsafe { self.export_fd(handle) }?, 0))
+    }
+
     fn now(&self) -> Duration {
         self.opened.elapsed()
     }
@@ -406,6 +446,7 @@ impl Drop for CudaBackend {
     fn drop(&mut self) {
         // Without a context the driver is shutting down, and the events go with it.
         if let Ok(_entered) = self.primary.enter(true) {
+            self.waiters.clear(self.primary.api());
             self.events.clear(self.primary.api());
         }
     }

@@ -24,9 +24,10 @@ impl HostBackend {
     /// fault of a GPU.
     ///
     /// # Errors
-    /// [`Error::DeadStream`]; [`Error::Driver`] after a panic, where streams are virtual, and where the
-    /// system gives no thread.
+    /// [`Error::DeadStream`]; [`Error::Driver`] after a panic, for a stream that captures, where streams are
+    /// virtual, and where the system gives no thread.
     pub fn launch(&self, stream: StreamId, work: impl FnOnce() + Send + 'static) -> Result<(), Error> {
+        self.not_capturing(stream)?;
         self.streams.launch(stream, Box::new(work))
     }
 

@@ -25,6 +25,7 @@
 //! - **H7** An event completes when, and only when, everything queued before it in its scope has run.
 
 mod access;
+mod capture;
 mod device;
 mod operations;
 mod physical;
@@ -34,9 +35,13 @@ mod table;
 mod worker;
 
 pub use access::AccessError;
+pub use capture::HostGraph;
 
+use super::capture::Captures;
 use super::timeline::Timeline;
-use super::{Backend, BackendKind, Capabilities, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId};
+use super::{
+    Backend, BackendKind, Capabilities, ClientEvent, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId,
+};
 use crate::error::{DriverCall, DriverError, Error};
 use crate::units::{GRANULE, human};
 use access::Refused;
@@ -77,7 +82,6 @@ struct Space {
 }
 
 /// The host backend. Any thread may call anything.
-#[derive(Debug)]
 pub struct HostBackend {
     capabilities: Capabilities,
     budget: u64,
@@ -86,6 +90,7 @@ pub struct HostBackend {
     started: Instant,
     clock: Option<Timeline>,
     streams: Streams,
+    captures: Captures<capture::Node>,
     /// By base. Locked before `space`; readers keep addresses from being given back.
     reservations: RwLock<BTreeMap<u64, Reservation>>,
     space: Mutex<Space>,
@@ -117,6 +122,12 @@ impl fmt::Display for Leaks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { reservations, mappings, handles, events } = self;
         write!(f, "{reservations} reservations, {mappings} mappings, {handles} handles, {events} events")
+    }
+}
+
+impl fmt::Debug for HostBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostBackend").field("device", &self.capabilities.device).finish_non_exhaustive()
     }
 }
 
@@ -152,6 +163,7 @@ impl HostBackend {
             moves,
             started: Instant::now(),
             streams: timeline.clone().map_or_else(|| Streams::Workers(Workers::new()), Streams::Virtual),
+            captures: Captures::default(),
             clock: timeline,
             reservations: RwLock::default(),
             space: Mutex::new(Space { table: Table::default(), physical }),

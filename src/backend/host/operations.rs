@@ -3,6 +3,7 @@
 
 use super::*;
 use parking_lot::{MutexGuard, RwLockReadGuard};
+use std::os::fd::OwnedFd;
 
 /// Both locks of a memory operation, and what it needs of the backend.
 struct Edit<'a> {
@@ -216,6 +217,10 @@ impl Backend for HostBackend {
     }
 
     fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
+        match scope {
+            EventScope::Context => self.outside_captures(DriverCall::Event, "an event over the whole context")?,
+            EventScope::Stream(stream) => self.not_capturing(stream)?,
+        }
         self.streams.record(scope)
     }
 
@@ -228,7 +233,12 @@ impl Backend for HostBackend {
     }
 
     fn stream_wait(&self, stream: StreamId, event: &Event) -> Result<(), DriverError> {
+        self.not_capturing(stream)?;
         self.streams.stream_wait(stream, event)
+    }
+
+    fn adopt(&self, event: ClientEvent) -> Result<Event, DriverError> {
+        self.streams.adopt(event.0)
     }
 
     fn recycle(&self, event: Event) {
@@ -236,7 +246,21 @@ impl Backend for HostBackend {
     }
 
     fn quiesce(&self) -> Result<(), DriverError> {
+        self.outside_captures(DriverCall::Other, "a wait for the device")?;
         self.streams.quiesce()
+    }
+
+    fn is_capturing(&self, stream: StreamId) -> bool {
+        self.captures.contains(stream)
+    }
+
+    /// All handles are runs of one memfd, so that the descriptor stands for all of the device's memory.
+    unsafe fn export(&self, handle: PhysicalAllocation) -> Result<(OwnedFd, u64), DriverError> {
+        let refused = |why: String| DriverError::new(DriverCall::Other, why);
+        let space = self.space.lock();
+        let run = space.physical.get(handle.0).map_err(refused)?;
+        let file = space.physical.file().try_clone().map_err(|error| refused(error.to_string()))?;
+        Ok((file.into(), run.offset))
     }
 
     fn now(&self) -> Duration {

@@ -217,6 +217,23 @@ impl Streams {
         }
     }
 
+    /// Another event that completes when `event` does.
+    pub(super) fn adopt(&self, event: u64) -> Result<Event, DriverError> {
+        match self {
+            Self::Virtual(timeline) => {
+                timeline.adopt(event).ok_or_else(|| failed(format!("event {event} was not recorded here")))
+            }
+            Self::Workers(workers) => {
+                let signal = workers.signal(&Event(event))?;
+                let mut events = workers.events.lock();
+                events.last += 1;
+                let number = events.last;
+                events.recorded.insert(number, signal);
+                Ok(Event(number))
+            }
+        }
+    }
+
     pub(super) fn recycle(&self, event: Event) {
         match self {
             Self::Virtual(timeline) => timeline.recycle(event),

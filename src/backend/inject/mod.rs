@@ -5,11 +5,14 @@
 //! in every run. It also tells whoever plays the device's part when a wait has moved the clock.
 #![allow(unsafe_code, reason = "passes the backend's contracts through, and breaks them on purpose")]
 
-use super::{Backend, BackendKind, Capabilities, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId};
+use super::{
+    Backend, BackendKind, Capabilities, ClientEvent, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId,
+};
 use crate::error::{DriverError, Error};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -324,6 +327,10 @@ impl Backend for InjectBackend {
         Ok(())
     }
 
+    fn adopt(&self, event: ClientEvent) -> Result<Event, DriverError> {
+        self.inner.adopt(event)
+    }
+
     fn recycle(&self, event: Event) {
         self.inner.recycle(event);
     }
@@ -339,6 +346,20 @@ impl Backend for InjectBackend {
 
     fn is_capturing(&self, stream: StreamId) -> bool {
         self.inner.is_capturing(stream)
+    }
+
+    fn any_capturing(&self, streams: &[StreamId]) -> bool {
+        self.inner.any_capturing(streams)
+    }
+
+    fn device(&self) -> u32 {
+        self.inner.device()
+    }
+
+    unsafe fn export(&self, handle: PhysicalAllocation) -> Result<(OwnedFd, u64), DriverError> {
+        let inner = self.state.lock().inner(handle);
+        // SAFETY: passed on to the caller.
+        unsafe { self.inner.export(inner) }
     }
 
     fn now(&self) -> Duration {

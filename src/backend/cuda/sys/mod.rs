@@ -31,7 +31,7 @@ fn number<T>(handle: *mut T) -> u64 {
 }
 
 /// Every driver with virtual memory management has these.
-const REQUIRED: [&str; 31] = [
+const REQUIRED: [&str; 34] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuDeviceGet",
@@ -62,6 +62,9 @@ const REQUIRED: [&str; 31] = [
     "cuStreamWaitEvent",
     "cuStreamIsCapturing",
     "cuStreamSynchronize",
+    "cuStreamQuery",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
     "cuThreadExchangeStreamCaptureMode",
 ];
 
@@ -359,6 +362,18 @@ impl Api {
         // SAFETY: the stream is the caller's; writes one number.
         let code = unsafe { of(handle(stream), &raw mut id) };
         Some(check_code(DriverCall::Other, "cuStreamGetId", code).map(|()| id))
+    }
+
+    /// Is all work of the stream done?
+    ///
+    /// # Safety
+    /// `stream` exists, belongs to the current context and does not capture.
+    pub(crate) unsafe fn query_stream(&self, stream: u64) -> Result<bool, DriverError> {
+        // SAFETY: the caller's.
+        match unsafe { sys::cuStreamQuery(handle(stream)) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            other => check(DriverCall::Event, "cuStreamQuery", other).map(|()| true),
+        }
     }
 
     /// # Safety

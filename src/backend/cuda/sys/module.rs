@@ -8,7 +8,7 @@ use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
 
 /// The driver's calls behind the wrappers of this file.
-pub(crate) const MODULE_CALLS: [&str; 12] = [
+pub(crate) const MODULE_CALLS: [&str; 10] = [
     "cuModuleLoadData",
     "cuModuleUnload",
     "cuModuleGetFunction",
@@ -19,8 +19,6 @@ pub(crate) const MODULE_CALLS: [&str; 12] = [
     "cuMemFree_v2",
     "cuMemHostAlloc",
     "cuMemFreeHost",
-    "cuStreamCreate",
-    "cuStreamDestroy_v2",
 ];
 
 impl Api {
