@@ -103,6 +103,8 @@ pub struct OutOfMemory {
     pub partly_live: u64,
     /// Free bytes inside pinned ranges.
     pub pinned: u64,
+    /// Free bytes of capture pools, which are kept for their graphs.
+    pub captured: u64,
     /// Bytes given away by remapping whose old address is still mapped.
     pub zombie: u64,
     /// What the driver said last, where it was the driver that refused.
@@ -114,7 +116,7 @@ impl fmt::Display for OutOfMemory {
         write!(
             f,
             "out of memory: {} asked for on stream {}; limit {}, reserved {}, live {}, free {} (largest range {}; not usable: \
-             {} waits for other streams, {} shares handles with live blocks, {} is pinned)",
+             {} waits for other streams, {} shares handles with live blocks, {} is pinned, {} is kept by capture pools)",
             human(self.requested),
             self.stream,
             human(self.limit),
@@ -125,6 +127,7 @@ impl fmt::Display for OutOfMemory {
             human(self.waiting),
             human(self.partly_live),
             human(self.pinned),
+            human(self.captured),
         )?;
         if let Some(driver) = &self.driver {
             write!(f, "; {driver}")?;

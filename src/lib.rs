@@ -27,4 +27,4 @@ pub use backend::{ClientEvent, StreamId};
 pub use buffer::DeviceBuffer;
 pub use config::Config;
 pub use error::{Error, Result};
-pub use heap::{Allocation, Heap, HeapBuilder, OutOfMemoryCallback, Stats, TrimReport};
+pub use heap::{Allocation, Heap, HeapBuilder, OutOfMemoryCallback, PoolId, Stats, StreamFilter, TrimReport};

@@ -45,7 +45,7 @@ impl Inner {
         placement: &Placement,
         supply: &Supply,
     ) -> Outcome {
-        let claim = self.claim(wanted.stream);
+        let claim = self.claim_elsewhere(wanted);
         // Growth past the block's end claims those addresses too.
         let mut range = placement.claim.clone();
         for fill in &supply.fills {
@@ -78,6 +78,8 @@ impl Inner {
         }
         held.retain(|one| one.node != 0);
         let mut created = Vec::new();
+        let moves = supply.fills.iter().any(|fill| matches!(fill.source, Source::Move(_)));
+        let _range = self.nvtx.range(if moves { c"xseg move" } else { c"xseg grow" });
         let worked = if stale { Ok(()) } else { self.work(slow, supply, &mut held, &mut created) };
         if stale || worked.is_err() {
             for id in created {

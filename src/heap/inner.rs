@@ -4,10 +4,12 @@
 //! list of pending frees and the epochs' queue are innermost. Nothing is held while waiting.
 #![forbid(unsafe_code)]
 
+use super::pools::Pools;
 use super::space::Space;
 use super::stats::Counters;
 use super::streams::{SEGMENTS, Stream, Streams};
 use crate::backend::driver::Driver;
+use crate::backend::nvtx::Nvtx;
 use crate::backend::{Event, EventScope, StreamId};
 use crate::config::{Config, CrossStream, RESERVE_MAX, Shrink};
 use crate::epoch::Epochs;
@@ -17,7 +19,7 @@ use crate::segment::nodes::{Kind, NodeId};
 use crate::segment::{Claim, Segment, Stamp};
 use crate::units::{GRANULE, MIB, UNIT};
 use parking_lot::{Mutex, MutexGuard};
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 
@@ -60,11 +62,13 @@ pub(crate) struct Inner {
     pub(crate) space: Space,
     pub(crate) streams: Streams,
     pub(crate) epochs: Epochs,
+    pub(crate) pools: Pools,
+    pub(crate) nvtx: Nvtx,
     segments: Box<[OnceLock<Mutex<Segment>>]>,
     /// One more than the highest segment that exists, so that walks stay short.
     segments_end: AtomicU16,
     pub(crate) slow: Mutex<Slow>,
-    pub(crate) pending: Mutex<Vec<Pending>>,
+    pub(crate) pending: Mutex<VecDeque<Pending>>,
     /// Streams that a live block was declared used on, by its first unit.
     uses: Mutex<HashMap<u32, Vec<StreamId>>>,
     pub(crate) counters: Counters,
@@ -93,6 +97,12 @@ pub(crate) struct Wanted {
     pub(crate) align: u32,
     pub(crate) segment: u16,
     pub(crate) stream: Stream,
+    /// The segment is a capture pool's.
+    pub(crate) pool: bool,
+    /// Memory from elsewhere is taken only when every stream has passed its free.
+    pub(crate) proof: bool,
+    /// On one handle of its own, in granules; 0: on any.
+    pub(crate) contiguous: u32,
 }
 
 impl Inner {
@@ -104,6 +114,8 @@ impl Inner {
             space: Space::default(),
             streams: Streams::default(),
             epochs: Epochs::default(),
+            pools: Pools::default(),
+            nvtx: Nvtx::off(),
             segments: (0..SEGMENTS).map(|_| OnceLock::new()).collect(),
             segments_end: AtomicU16::new(0),
             slow: Mutex::new(slow),
@@ -167,8 +179,11 @@ impl Inner {
         let Some(len) = bytes.max(1).checked_add(UNIT - 1).and_then(|b| u32::try_from(b / UNIT).ok()) else {
             return Err(Error::AddressSpace { requested: bytes, reserved: self.space.bytes() });
         };
-        let segment = if bytes <= self.config.small_limit { stream.small } else { LARGE };
-        Ok(Wanted { bytes, len, align, segment, stream })
+        let pool = self.pools.route(&stream);
+        let (small, large) = pool.map_or((stream.small, LARGE), |pair| (pair.small, pair.large));
+        let segment = if bytes <= self.config.small_limit { small } else { large };
+        let pool = pool.is_some();
+        Ok(Wanted { bytes, len, align, segment, stream, pool, proof: pool, contiguous: 0 })
     }
 
     /// Allocates. The hot path: one lock, one bin look-up, one table entry.
@@ -231,7 +246,7 @@ impl Inner {
         if node.has_uses {
             segment.suspend(id);
             drop(segment);
-            self.suspend(place.segment, id, place.unit, stamp);
+            self.suspend(place.segment, id, place.unit, stamp, None);
             return Ok(());
         }
         segment.free(id, stamp, self.epochs.passed());
@@ -251,11 +266,11 @@ impl Inner {
         Ok(())
     }
 
-    /// Records what a freed block with declared uses waits for.
-    fn suspend(&self, segment: u16, node: NodeId, unit: u32, stamp: Stamp) {
+    /// Records what a freed block with declared uses waits for, besides an event of the caller's.
+    pub(crate) fn suspend(&self, segment: u16, node: NodeId, unit: u32, stamp: Stamp, after: Option<Event>) {
         let streams = self.uses.lock().remove(&unit).unwrap_or_default();
         let backend = self.driver.backend();
-        let mut events = Vec::with_capacity(streams.len());
+        let mut events: Vec<Event> = after.into_iter().collect();
         let mut refused = false;
         // Held while recording, so that a shutdown finds every event that there is.
         let mut pending = self.pending.lock();
@@ -271,7 +286,10 @@ impl Inner {
                 }
             }
         }
-        pending.push(Pending { segment, node, stamp, events, refused });
+        if self.shut.load(Relaxed) {
+            events.drain(..).for_each(|event| backend.recycle(event));
+        }
+        pending.push_back(Pending { segment, node, stamp, events, refused });
     }
 
     /// Declares that work queued on `stream` up to the free uses the block.
@@ -298,19 +316,32 @@ impl Inner {
         Ok(())
     }
 
-    /// Closes the open epoch. Takes no lock of a segment or of the driver.
+    /// Closes the open epoch, but not while a graph is captured: the event would invalidate the capture, and
+    /// the next epoch covers what was freed meanwhile. Takes no lock of a segment or of the driver.
     pub(crate) fn close_epoch(&self) {
+        let _gate = self.pools.gate.read();
+        if self.capture_under_way() {
+            return;
+        }
         if self.epochs.is_full() {
             // Some may have passed since anyone asked.
             self.epochs.poll(self.driver.backend());
         }
         if !self.epochs.is_full() {
-            self.close_epoch_now();
+            self.record_epoch();
         }
     }
 
     /// As [`Self::close_epoch`], however many wait already.
     pub(crate) fn close_epoch_now(&self) {
+        let _gate = self.pools.gate.read();
+        if self.capture_under_way() {
+            return;
+        }
+        self.record_epoch();
+    }
+
+    fn record_epoch(&self) {
         self.epochs.close(self.driver.backend(), || self.streams.all().iter().map(|stream| stream.id).collect());
     }
 
@@ -330,7 +361,7 @@ impl Inner {
 }
 
 /// Why a unit is no live block's start. A walk: only errors pay for it.
-fn pointer_fault(segment: &Segment, unit: u32) -> PointerFault {
+pub(crate) fn pointer_fault(segment: &Segment, unit: u32) -> PointerFault {
     let covering = segment.iter().find(|id| (segment.nodes[*id].start..segment.nodes[*id].end()).contains(&unit));
     match covering.map(|id| segment.nodes[id].kind) {
         Some(Kind::Live) => PointerFault::Interior,

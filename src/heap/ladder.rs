@@ -24,11 +24,13 @@ const REPLANS: u32 = 64;
 const SLICE: Duration = Duration::from_micros(200);
 /// Rounds of a host wait in which a clock may stand still (a driver that refuses every wait).
 const STUCK: u32 = 1000;
+/// Blocks with declared uses that a request looks at while a graph is captured.
+const SETTLE: usize = 16;
 /// Share of live memory that `defrag:eager` lets lie idle.
 const EAGER_SLACK: f64 = 0.004;
 
 /// What planning found.
-enum Found<'a> {
+pub(super) enum Found<'a> {
     /// A fitting free block after all.
     Fitting(Block),
     /// Addresses in the locked segment, and memory for them.
@@ -52,6 +54,7 @@ impl Inner {
         let mut gpu_waited = false;
         // A copy, since a wait on the device widens what its stream may take.
         let mut wanted = *wanted;
+        self.notice_capture(&mut wanted);
         let mut called_back = false;
         let (mut last, mut stuck) = (Duration::ZERO, 0u32);
         loop {
@@ -118,6 +121,7 @@ impl Inner {
         if !self.quiesce {
             self.reap(slow);
         }
+        self.clear_pools(slow);
     }
 
     /// Waits for the device, where page tables may not be edited beside running kernels. Only then is
@@ -137,15 +141,16 @@ impl Inner {
         let mut ready = Vec::new();
         {
             let mut pending = self.pending.lock();
-            let mut index = 0;
-            while index < pending.len() {
-                let one = &pending[index];
-                let done = one.events.iter().all(|event| backend.is_done(event).unwrap_or(false))
-                    && (!one.refused || one.stamp.epoch <= passed);
+            // During a capture few at a time, by turns, so that a request costs the same however many wait.
+            let most = if self.pools.announced() { SETTLE } else { usize::MAX };
+            for _ in 0..pending.len().min(most) {
+                let Some(one) = pending.pop_front() else { break };
+                let done = (!one.refused || one.stamp.epoch <= passed)
+                    && one.events.iter().all(|event| backend.is_done(event).unwrap_or(false));
                 if done {
-                    ready.push(pending.remove(index));
+                    ready.push(one);
                 } else {
-                    index += 1;
+                    pending.push_back(one);
                 }
             }
         }
@@ -166,10 +171,12 @@ impl Inner {
         let mut cap = slow.limit;
         for _ in 0..REPLANS {
             let mut segment = self.segment(wanted.segment);
-            if let Some(block) = self.take_fitting(&mut segment, wanted, true) {
+            if wanted.contiguous == 0
+                && let Some(block) = self.take_fitting(&mut segment, wanted, true)
+            {
                 return Ok(Rung::Served(block));
             }
-            if self.quiesce {
+            if self.quiesce && !self.capture_under_way() {
                 drop(segment);
                 self.quiesce_device(slow)?;
                 segment = self.segment(wanted.segment);
@@ -202,6 +209,9 @@ impl Inner {
         wanted: &Wanted,
         cap: u64,
     ) -> Result<Found<'a>> {
+        if wanted.contiguous > 0 {
+            return self.plan_contiguous(slow, segment, wanted, cap);
+        }
         let claim = self.claim(wanted.stream);
         let request = Request { len: wanted.len, align: wanted.align, claim };
         let reserved = slow.physical.reserved();
@@ -221,7 +231,9 @@ impl Inner {
         };
         let soft = (self.soft_limit(wanted.bytes).saturating_sub(reserved) / GRANULE).min(hard);
         let step = self.growth_step(reserved, handle_max, wanted.segment);
-        let moves = self.config.defrag != Defrag::Off;
+        // A wait for the device invalidates captures; growth alone was made safe when the capture began.
+        let grow_only = self.quiesce && self.capture_under_way();
+        let moves = self.config.defrag != Defrag::Off && !grow_only;
         let keep = placement.claim.start / UNITS_PER_GRANULE..placement.claim.end.div_ceil(UNITS_PER_GRANULE);
         let mut found: Option<Vec<Victim>> = None;
         // (budget, moves, re-chunking), in the order in which they are tried.
@@ -234,6 +246,7 @@ impl Inner {
         }
         // Above a limit that was lowered, nothing is created for what is released.
         rungs.extend((reserved <= cap).then_some((hard, moves, true)));
+        rungs.retain(|(_, _, rechunk)| !grow_only || !rechunk);
         for (rung, (budget, moves, rechunk)) in rungs.into_iter().enumerate() {
             if rung == 1 {
                 // Before anything moves, huge blocks are cut after all.
@@ -266,7 +279,7 @@ impl Inner {
     }
 
     /// Bytes up to which growth may go before pages move instead; `u64::MAX`: no such bound.
-    fn soft_limit(&self, asked: u64) -> u64 {
+    pub(super) fn soft_limit(&self, asked: u64) -> u64 {
         let slack = match self.config.defrag {
             Defrag::Eager => Some(self.config.slack.unwrap_or(EAGER_SLACK)),
             Defrag::OnPressure => self.config.slack,
@@ -290,8 +303,14 @@ impl Inner {
     }
 
     /// Idle handles of all segments that the request may move.
-    fn victims(&self, slow: &Slow, own: &Segment, wanted: &Wanted, keep: std::ops::Range<u32>) -> Vec<Victim> {
-        let claim = self.claim(wanted.stream);
+    pub(super) fn victims(
+        &self,
+        slow: &Slow,
+        own: &Segment,
+        wanted: &Wanted,
+        keep: std::ops::Range<u32>,
+    ) -> Vec<Victim> {
+        let claim = self.claim_elsewhere(wanted);
         let mut found = source::victims(wanted.segment, own, &slow.physical, claim, keep);
         for index in self.segment_indices().filter(|index| *index != wanted.segment) {
             // Never two segments' locks at once by waiting: a busy segment is left out.
@@ -303,13 +322,13 @@ impl Inner {
     }
 
     /// Gives the request's segment more addresses.
-    fn add_addresses(&self, wanted: &Wanted) -> Result<()> {
+    pub(super) fn add_addresses(&self, wanted: &Wanted) -> Result<()> {
         let bytes = u64::from(wanted.len) * UNIT + GRANULE;
         let take = || {
             if wanted.segment == LARGE {
                 self.space.take_low(LARGE, bytes)
             } else {
-                self.space.take_high(wanted.segment)
+                self.space.take_high(wanted.segment, bytes)
             }
         };
         let span = match take() {
@@ -343,7 +362,9 @@ impl Inner {
             // Blocks side by side merge into one free range when they are freed.
             let part = left.min(GIB);
             let len = (part / UNIT) as u32;
-            let wanted = Wanted { bytes: part, len, align: UNITS_PER_GRANULE, segment: LARGE, stream };
+            let (pool, proof, contiguous) = (false, false, 0);
+            let wanted =
+                Wanted { bytes: part, len, align: UNITS_PER_GRANULE, segment: LARGE, stream, pool, proof, contiguous };
             match self.alloc_slow(&wanted) {
                 Ok(block) => blocks.push(block),
                 Err(error) => {
@@ -399,7 +420,7 @@ impl Inner {
             crate::epoch::recycle(backend, events);
             return true;
         }
-        let first = self.pending.lock().pop();
+        let first = self.pending.lock().pop_front();
         let Some(first) = first else { return false };
         for event in &first.events {
             let _ = backend.wait(event, slice);
@@ -408,7 +429,7 @@ impl Inner {
         if self.shut.load(Relaxed) {
             first.events.into_iter().for_each(|event| backend.recycle(event));
         } else {
-            pending.push(first);
+            pending.push_back(first);
         }
         true
     }

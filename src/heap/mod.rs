@@ -1,18 +1,25 @@
 //! The heap: what a program allocates from.
 
+mod after;
+mod captures;
+mod contiguous;
 mod execute;
+mod export;
 mod inner;
 mod ladder;
+mod pools;
 mod report;
 mod shrink;
 mod space;
 mod stats;
 mod streams;
 
+pub use captures::{PoolId, StreamFilter};
 pub use stats::Stats;
 
 use crate::backend::driver::Driver;
-use crate::backend::{Backend, StreamId};
+use crate::backend::nvtx::Nvtx;
+use crate::backend::{Backend, ClientEvent, ExportedHandle, MappingCallback, StreamId};
 use crate::config::{Config, RemapMode, SizeOrShare};
 use crate::error::{Error, Result};
 use crate::units::{GIB, GRANULE, MIB, UNIT, round_down};
@@ -57,10 +64,23 @@ pub struct TrimReport {
 }
 
 /// Makes a [`Heap`].
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct HeapBuilder {
     config: Config,
     backend: Option<Arc<dyn Backend>>,
+    watchers: Vec<MappingCallback>,
+}
+
+impl fmt::Debug for HeapBuilder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { config, backend, watchers } = self;
+        let watchers = watchers.len();
+        f.debug_struct("HeapBuilder")
+            .field("config", config)
+            .field("backend", backend)
+            .field("watchers", &watchers)
+            .finish()
+    }
 }
 
 impl HeapBuilder {
@@ -84,6 +104,14 @@ impl HeapBuilder {
     #[must_use]
     pub fn backend(mut self, backend: Arc<dyn Backend>) -> Self {
         self.backend = Some(backend);
+        self
+    }
+
+    /// Adds a function that is told of every mapping from the warm-up on; [`MappingCallback`] says when it is
+    /// called and what it may do.
+    #[must_use]
+    pub fn on_mapping(mut self, callback: MappingCallback) -> Self {
+        self.watchers.push(callback);
         self
     }
 
@@ -118,7 +146,14 @@ impl HeapBuilder {
             )));
         }
         let limit = if limit == u64::MAX { limit } else { round_down(limit, GRANULE) };
-        let inner = Inner::new(Driver::new(backend, Vec::new()), self.config, limit, quiesce);
+        let nvtx = self.config.nvtx;
+        let mut inner = Inner::new(Driver::new(backend, self.watchers), self.config, limit, quiesce);
+        if nvtx {
+            match Nvtx::load() {
+                Ok(nvtx) => inner.nvtx = nvtx,
+                Err(why) => inner.space.note(format!("no NVTX ranges: {why}")),
+            }
+        }
         inner.space.reserve(&inner.driver, inner.reserve_bytes(), GIB)?;
         let heap = Heap { inner: Arc::new(inner) };
         if warmup > 0 {
@@ -178,6 +213,43 @@ impl Heap {
     /// [`crate::Error::InvalidPointer`] for an address that is no live block; the heap is unharmed.
     pub fn free_raw(&self, address: u64) -> Result<()> {
         self.inner.free(address)
+    }
+
+    /// As [`Heap::free_raw`], once `event` has completed: for blocks that work which the heap is not told of
+    /// uses until then. What the event stands for now counts, so that it may be recorded again or destroyed
+    /// right afterwards. Never waits. Any thread may call.
+    ///
+    /// On `cuda` the event exists and was not recorded in a capture under way.
+    ///
+    /// # Errors
+    /// As [`Heap::free_raw`]; [`crate::Error::Driver`] when the backend refuses the event. The block then lives on.
+    pub fn free_after(&self, address: u64, event: ClientEvent) -> Result<()> {
+        self.inner.free_after(address, event)
+    }
+
+    /// As [`Heap::alloc`], on exactly one handle that starts at the block's address: for libraries that take
+    /// memory for one piece, and for export. Takes up whole granules of 2 MiB, and always the slow path.
+    ///
+    /// # Errors
+    /// As [`Heap::alloc`].
+    pub fn alloc_contiguous(&self, bytes: u64, stream: StreamId) -> Result<Allocation> {
+        let block = self.inner.alloc_contiguous(bytes, stream)?;
+        Ok(Allocation { heap: self.clone(), block, bytes, stream, owned: true })
+    }
+
+    /// Descriptors of the memory behind a live block, one for each of its handles in address order. They are
+    /// made now (a heap holds none by itself) and closed when dropped. While another process uses the
+    /// memory, keep the block, or [`Heap::pin`] it: freed memory is moved and given to others. A handle
+    /// shows its importer all of its memory, also other blocks'; [`Heap::alloc_contiguous`] shares none.
+    ///
+    /// `cuda` gives a descriptor of each handle; `host` has one memfd, of which each is a duplicate that
+    /// shows all of the device's memory; `sim` has no memory.
+    ///
+    /// # Errors
+    /// [`crate::Error::InvalidPointer`]; [`crate::Error::Driver`] when the backend cannot export or the
+    /// process has no descriptors left. What was exported for the call is closed again then.
+    pub fn export_handles(&self, address: u64) -> Result<Vec<ExportedHandle>> {
+        self.inner.export_handles(address)
     }
 
     /// Declares that work on `stream`, queued up to the block's free, uses the block: after the free it
@@ -293,7 +365,7 @@ impl Heap {
         self.inner.check()
     }
 
-    /// Notes on reservations that were refused, for `xseg info`.
+    /// Notes on what was refused or is missing (reservations, NVTX), for `xseg info`.
     #[must_use]
     pub fn notes(&self) -> Vec<String> {
         self.inner.space.notes()

@@ -14,6 +14,7 @@ struct Obstacles {
     waiting: u64,
     whole: u64,
     pinned: u64,
+    captured: u64,
 }
 
 impl Inner {
@@ -30,9 +31,10 @@ impl Inner {
             free: stats.free,
             largest_free: stats.largest_free,
             waiting: stats.pending + found.waiting,
-            // What is left: free, but neither pinned nor in a handle that is idle as a whole.
-            partly_live: stats.free.saturating_sub(found.whole + found.pinned),
+            // What is left: free, but neither pinned nor a capture pool's nor in a handle that is idle as a whole.
+            partly_live: stats.free.saturating_sub(found.whole + found.pinned + found.captured),
             pinned: found.pinned,
+            captured: found.captured,
             zombie: stats.zombie,
             driver,
         }))
@@ -44,6 +46,10 @@ impl Inner {
         let mut found = Obstacles::default();
         for index in self.segment_indices() {
             let segment = self.segment(index);
+            if segment.private {
+                found.captured += segment.free_units() * UNIT;
+                continue;
+            }
             let idle = source::victims(index, &segment, &slow.physical, all, 0..0);
             found.whole += idle.iter().map(|victim| u64::from(victim.granules) * GRANULE).sum::<u64>();
             for node in segment.iter().map(|id| &segment.nodes[id]).filter(|node| node.kind == Kind::Free) {

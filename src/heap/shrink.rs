@@ -7,8 +7,8 @@ use crate::config::Shrink;
 use crate::error::{Error, PointerFault, Result};
 use crate::plan::Victim;
 use crate::plan::source;
+use crate::segment::Claim;
 use crate::segment::nodes::Kind;
-use crate::segment::{Claim, Stamp};
 use crate::units::{GRANULE, UNITS_PER_GRANULE};
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -67,7 +67,7 @@ impl Inner {
     /// Releases idle handles until the limit is kept, also one that is larger than what is too much.
     pub(crate) fn obey_limit(&self, slow: &mut Slow) {
         let limit = slow.limit;
-        if slow.physical.reserved() <= limit {
+        if slow.physical.reserved() <= limit || (self.quiesce && self.capture_under_way()) {
             return;
         }
         self.trim_to(slow, limit);
@@ -93,6 +93,10 @@ impl Inner {
         if !self.quiesce {
             return true;
         }
+        // Waiting for the device would invalidate the capture.
+        if self.capture_under_way() {
+            return false;
+        }
         let quiet = self.quiesce_device(slow);
         if let Err(error) = &quiet {
             tracing::warn!(%error, "the device could not be waited for; nothing is given back");
@@ -103,20 +107,12 @@ impl Inner {
     /// Unmaps and releases one idle handle.
     fn give_back(&self, slow: &mut Slow, victim: &Victim) -> bool {
         let claim = Claim { owner: 0, horizon: self.epochs.passed(), spare_huge: false };
-        let Some((node, stamp)) = self.claim_idle(claim, victim) else { return false };
-        let unmapped = self.unmap_home(slow, victim).is_ok();
-        let released = unmapped && self.release_handle(slow, victim.handle).is_ok();
-        let passed = self.epochs.passed();
-        self.segment(victim.segment).restore(node, stamp, passed, |granule| slow.physical.mapped.contains(granule));
+        let released = self.uncover(slow, claim, victim) && self.release_handle(slow, victim.handle).is_ok();
         if released {
             self.counters.handles_trimmed.fetch_add(1, Relaxed);
             self.counters.bytes_trimmed.fetch_add(u64::from(victim.granules) * GRANULE, Relaxed);
         }
         released
-    }
-
-    fn claim_idle(&self, claim: Claim, victim: &Victim) -> Option<(u32, Stamp)> {
-        super::execute::claim_victim(&mut self.segment(victim.segment), claim, victim)
     }
 
     /// Sets the limit in bytes, and releases idle memory above it as far as that is possible now.
@@ -217,7 +213,13 @@ impl Inner {
 
     /// Ends a stream: what it freed is everybody's once its epoch has passed.
     pub(crate) fn retire(&self, stream: StreamId) -> Result<()> {
-        let key = self.driver.backend().stream_key(stream)?;
+        let backend = self.driver.backend();
+        let key = backend.stream_key(stream)?;
+        // Where events are per stream, none may be missing when the stream is forgotten (I5).
+        if !backend.capabilities().context_events && self.capture_under_way() {
+            let why = "no stream can be retired while a graph is captured: this driver has no context-wide events";
+            return Err(Error::InvalidArgument(why.into()));
+        }
         // While the stream is known still: where events are per stream, no later epoch covers its work.
         self.close_epoch_now();
         let Some(stream) = self.streams.retire(key) else {

@@ -63,7 +63,7 @@ struct Spare {
 pub(crate) struct Space {
     reservations: [OnceLock<Reservation>; RESERVATIONS],
     spare: Mutex<Spare>,
-    /// What was said about reservations that were refused, for `xseg info`.
+    /// Reservations that were refused and the like, for `xseg info`.
     notes: Mutex<Vec<String>>,
 }
 
@@ -75,6 +75,10 @@ impl Space {
     /// Bytes of addresses reserved.
     pub(crate) fn bytes(&self) -> u64 {
         self.reservations().map(|reservation| reservation.bytes).sum()
+    }
+
+    pub(crate) fn note(&self, note: String) {
+        self.notes.lock().push(note);
     }
 
     pub(crate) fn notes(&self) -> Vec<String> {
@@ -141,14 +145,15 @@ impl Space {
         self.own(spare.index, low..low + slots, segment)
     }
 
-    /// Hands the highest free slot to a small segment.
-    pub(crate) fn take_high(&self, segment: u16) -> Option<(u32, u32)> {
+    /// Hands the highest free slots, as many as `bytes` need, to a small segment or a capture pool's.
+    pub(crate) fn take_high(&self, segment: u16, bytes: u64) -> Option<(u32, u32)> {
+        let slots = u32::try_from(bytes.div_ceil(SLOT)).ok()?;
         let mut spare = self.spare.lock();
-        if spare.low == spare.high {
+        if spare.high - spare.low < slots {
             return None;
         }
-        spare.high -= 1;
-        self.own(spare.index, spare.high..spare.high + 1, segment)
+        spare.high -= slots;
+        self.own(spare.index, spare.high..spare.high + slots, segment)
     }
 
     fn own(&self, index: usize, slots: std::ops::Range<u32>, segment: u16) -> Option<(u32, u32)> {

@@ -3,6 +3,7 @@
 
 use super::inner::Inner;
 use crate::backend::DriverCalls;
+use crate::segment::nodes::Kind;
 use crate::units::UNIT;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -95,6 +96,10 @@ pub struct Stats {
     pub zombie: u64,
     /// Bytes inside pinned ranges.
     pub pinned: u64,
+    /// Capture pools that exist, also released ones with live blocks.
+    pub capture_pools: u64,
+    /// Bytes of memory behind addresses of capture pools; their free part counts in `free` too.
+    pub captured: u64,
     /// Allocations so far.
     pub allocs: u64,
     /// Frees so far.
@@ -176,6 +181,7 @@ impl Inner {
         };
         self.add_segments(&mut stats);
         stats.zombie = slow.physical.zombies.iter().map(|z| u64::from(z.granules) * crate::units::GRANULE).sum();
+        stats.capture_pools = self.pools.count();
         stats.pinned = slow.physical.pinned.iter().count() as u64 * crate::units::GRANULE;
         stats
     }
@@ -184,6 +190,10 @@ impl Inner {
         for index in self.segment_indices() {
             let segment = self.segment(index);
             stats.live_blocks += segment.live_blocks;
+            if segment.private {
+                let units = |id| u64::from(segment.nodes[id].len) * u64::from(segment.nodes[id].kind != Kind::Unmapped);
+                stats.captured += segment.iter().map(units).sum::<u64>() * UNIT;
+            }
             stats.free += segment.free_units() * UNIT;
             stats.largest_free = stats.largest_free.max(u64::from(segment.longest_free()) * UNIT);
             stats.metadata_bytes += segment.nodes.bytes() as u64;

@@ -38,6 +38,13 @@ struct State {
     orphans: Vec<u16>,
 }
 
+impl State {
+    fn fresh_segment(&mut self) -> Option<u16> {
+        self.next_small = Some(self.next_small + 1).filter(|next| *next < SEGMENTS)?;
+        Some(self.next_small)
+    }
+}
+
 /// See the module's text. Any thread may call; look-ups share a read lock.
 #[derive(Debug, Default)]
 pub(crate) struct Streams(RwLock<State>);
@@ -70,10 +77,11 @@ impl Streams {
                 return Err(Error::DeadStream { stream: id.0, why });
             }
         };
-        let small = state.orphans.pop().unwrap_or_else(|| {
-            state.next_small += 1;
-            state.next_small
-        });
+        let Some(small) = state.orphans.pop().or_else(|| state.fresh_segment()) else {
+            state.free_slots.push(slot);
+            let why = "the heap has no segment left for its small blocks; retire streams and release capture pools";
+            return Err(Error::DeadStream { stream: id.0, why: why.into() });
+        };
         let stream = Stream { id, slot, small, waited: 0 };
         state.entries.insert(at, (key, Entry::Known(stream)));
         Ok(stream)
@@ -87,6 +95,11 @@ impl Streams {
             Entry::Known(stream) => Some(stream),
             Entry::Retired => None,
         }
+    }
+
+    /// A segment that no stream has, for a capture pool.
+    pub(crate) fn take_segment(&self) -> Option<u16> {
+        self.0.write().fresh_segment()
     }
 
     /// Lets the slot and small segment of a retired stream be used by a new one. Nothing may carry the

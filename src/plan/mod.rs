@@ -1,10 +1,11 @@
 //! Planning: which addresses a request gets and which handles go behind them.
 //!
 //! Pure functions of a segment's nodes, the page table and counters; nothing here calls the driver or
-//! changes state. [`place`] chooses the addresses, [`source`] the memory; the heap executes the result
+//! changes state. [`place`] chooses the addresses, [`source`] the memory, [`contiguous`] both for blocks on one handle; the heap executes the result
 //! in one place (`heap::execute`).
 #![forbid(unsafe_code)]
 
+pub(crate) mod contiguous;
 pub(crate) mod place;
 pub(crate) mod source;
 

@@ -37,8 +37,20 @@ pub(crate) fn price(missing: &[Range<u32>], handle_max: u32) -> u64 {
     missing.iter().map(|run| u64::from(pieces(run.end - run.start, handle_max)) * per_handle).sum()
 }
 
-/// Whole idle handles of a segment that the claim may take, without those behind `keep`.
+/// Whole idle handles of a segment that the claim may take, without those behind `keep`; none of a capture
+/// pool's (I11).
 pub(crate) fn victims(
+    index: u16,
+    segment: &Segment,
+    physical: &Physical,
+    claim: Claim,
+    keep: Range<u32>,
+) -> Vec<Victim> {
+    if segment.private { Vec::new() } else { idle_handles(index, segment, physical, claim, keep) }
+}
+
+/// As [`victims`], also of a capture pool's segment: what may be used where it lies.
+pub(crate) fn idle_handles(
     index: u16,
     segment: &Segment,
     physical: &Physical,

@@ -62,6 +62,8 @@ pub(crate) struct Segment {
     pub(crate) freed_units: u64,
     /// Live blocks.
     pub(crate) live_blocks: u64,
+    /// It belongs to a capture pool: nothing in it is ever moved, released or given to others (I11).
+    pub(crate) private: bool,
     /// Units that blocks were given, and that became free, so far. The second counts the rests of growth and of
     /// moves too, so the policy sees memory as churning a little earlier than blocks alone would show.
     pub(crate) taken_units: u64,

@@ -5,8 +5,9 @@
 
 use std::sync::Arc;
 use std::time::Duration;
-use xseg::backend::host::{HostBackend, HostOptions};
-use xseg::backend::sim::{SimBackend, SimOptions};
+use xseg::backend::Backend;
+use xseg::backend::host::{HostBackend, HostGraph, HostOptions};
+use xseg::backend::sim::{SimBackend, SimGraph, SimOptions};
 use xseg::backend::timeline::Timeline;
 use xseg::error::OutOfMemory;
 use xseg::{Allocation, Error, Heap, StreamId};
@@ -78,7 +79,79 @@ pub fn host(conf: &str) -> Lab {
     Lab { heap, time, device: Device::Host(Orderly(device)) }
 }
 
+/// A captured graph of either device.
+pub enum Graph {
+    Sim(SimGraph),
+    Host(HostGraph),
+}
+
 impl Lab {
+    pub fn backend(&self) -> &dyn Backend {
+        self.heap.backend()
+    }
+
+    pub fn begin_capture(&self, stream: StreamId) {
+        match &self.device {
+            Device::Sim(sim) => sim.begin_capture(stream).unwrap(),
+            Device::Host(host) => host.0.begin_capture(stream).unwrap(),
+        }
+    }
+
+    /// The graph, if nothing invalidated the capture.
+    #[track_caller]
+    pub fn end_capture(&self, stream: StreamId) -> Graph {
+        match &self.device {
+            Device::Sim(sim) => Graph::Sim(sim.end_capture(stream).unwrap()),
+            Device::Host(host) => Graph::Host(host.0.end_capture(stream).unwrap()),
+        }
+    }
+
+    /// Captures work that sets the first word of `to` to one more than that of `from`; it takes 1 ms on each.
+    pub fn capture_step(&self, stream: StreamId, from: &Allocation, to: &Allocation) {
+        match &self.device {
+            Device::Sim(sim) => {
+                sim.queue_work(stream, from.address(), from.size(), MS).unwrap();
+                sim.queue_work(stream, to.address(), to.size(), MS).unwrap();
+            }
+            Device::Host(host) => {
+                let (device, from, to) = (Arc::downgrade(&host.0), from.address(), to.address());
+                let step = move || {
+                    let (device, mut word) = (device.upgrade().unwrap(), [0; 8]);
+                    device.read(from, &mut word).unwrap();
+                    device.write(to, &(u64::from_le_bytes(word) + 1).to_le_bytes()).unwrap();
+                };
+                host.0.capture(stream, step).unwrap();
+            }
+        }
+    }
+
+    /// Queues a graph's work; on `sim` the memory behind its addresses is compared with that of the capture.
+    #[track_caller]
+    pub fn replay(&self, graph: &Graph, stream: StreamId) {
+        match (graph, &self.device) {
+            (Graph::Sim(graph), Device::Sim(sim)) => drop(sim.replay(graph, stream).unwrap()),
+            (Graph::Host(graph), Device::Host(host)) => host.0.replay(graph, stream).unwrap(),
+            _ => panic!("the graph is another device's"),
+        }
+    }
+
+    /// Writes the first word of a block, where there is memory.
+    pub fn set_word(&self, block: &Allocation, word: u64) {
+        if let Device::Host(host) = &self.device {
+            host.0.write(block.address(), &word.to_le_bytes()).unwrap();
+        }
+    }
+
+    /// The first word of a block is this one, where there is memory.
+    #[track_caller]
+    pub fn expect_word(&self, block: &Allocation, word: u64) {
+        if let Device::Host(host) = &self.device {
+            let mut found = [0; 8];
+            host.0.read(block.address(), &mut found).unwrap();
+            assert_eq!(u64::from_le_bytes(found), word);
+        }
+    }
+
     pub fn sim(&self) -> &SimBackend {
         match &self.device {
             Device::Sim(sim) => sim,

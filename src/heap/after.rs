@@ -1,0 +1,34 @@
+//! Frees that wait for an event of the client's.
+#![forbid(unsafe_code)]
+
+use super::inner::{Inner, pointer_fault};
+use crate::backend::ClientEvent;
+use crate::error::{Error, PointerFault, Result};
+use crate::segment::Stamp;
+use crate::units::UNIT;
+use std::sync::atomic::Ordering::Relaxed;
+
+impl Inner {
+    /// Frees a block as soon as the client's event has completed. Never waits. After an error the block lives on.
+    pub(crate) fn free_after(&self, address: u64, event: ClientEvent) -> Result<()> {
+        let fault = |why| Error::InvalidPointer { address, why };
+        let place = self.space.locate(address).ok_or(fault(PointerFault::Foreign))?;
+        let mut segment = self.segment(place.segment);
+        let id = place.node();
+        if id == 0 {
+            return Err(fault(pointer_fault(&segment, place.unit)));
+        }
+        let backend = self.driver.backend();
+        // Before anything changes: a refusal leaves the block live.
+        let event = if self.shut.load(Relaxed) { None } else { Some(backend.adopt(event)?) };
+        self.space.set_node(place.unit, 0);
+        let node = &segment.nodes[id];
+        let bytes = u64::from(node.len) * UNIT;
+        self.counters.freed(bytes, bytes - u64::from(node.slack));
+        let stamp = Stamp { owner: node.owner, epoch: self.epochs.open() };
+        segment.suspend(id);
+        drop(segment);
+        self.suspend(place.segment, id, place.unit, stamp, event);
+        Ok(())
+    }
+}

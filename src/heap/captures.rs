@@ -1,0 +1,117 @@
+//! The public surface of capture pools; [`super::pools`] has what is behind it.
+#![forbid(unsafe_code)]
+
+use super::Heap;
+use crate::backend::StreamId;
+use crate::error::Result;
+use std::fmt;
+use std::sync::Arc;
+
+/// Name of a capture pool, in two parts as PyTorch's `MempoolId_t`. The client chooses it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct PoolId(pub u64, pub u64);
+
+impl fmt::Display for PoolId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "({}, {})", self.0, self.1)
+    }
+}
+
+/// Which streams' allocations go to a capture pool.
+#[derive(Clone)]
+pub enum StreamFilter {
+    /// Every stream's.
+    All,
+    /// These streams'.
+    Streams(Vec<StreamId>),
+    /// Those for which the function says so: it is asked at every allocation while the recording is open, on
+    /// the allocating thread and without any lock held, and must not call the heap.
+    Matching(Arc<dyn Fn(StreamId) -> bool + Send + Sync>),
+}
+
+impl fmt::Debug for StreamFilter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::All => f.write_str("All"),
+            Self::Streams(streams) => f.debug_tuple("Streams").field(streams).finish(),
+            Self::Matching(_) => f.write_str("Matching(..)"),
+        }
+    }
+}
+
+/// Capture pools: memory for captured graphs.
+///
+/// ```
+/// use xseg::{Heap, PoolId, StreamFilter, StreamId};
+/// # fn main() -> xseg::Result<()> {
+/// let heap = Heap::builder().conf("backend:sim,limit:64MiB")?.build()?;
+/// let (pool, stream) = (PoolId(0, 1), StreamId(7));
+/// heap.begin_capture(pool, StreamFilter::Streams(vec![stream]))?;
+/// // The stream's capture begins, and its allocations:
+/// drop(heap.alloc(4 << 20, stream)?);
+/// // The stream's capture ends.
+/// heap.end_capture(pool)?;
+/// assert_eq!(heap.stats().captured, 4 << 20);
+/// // When the graph is destroyed:
+/// heap.release_capture(pool)?;
+/// assert_eq!(heap.stats().captured, 0);
+/// # Ok(())
+/// # }
+/// ```
+impl Heap {
+    /// A graph is going to be captured: from now on allocations of the streams that `filter` takes come from
+    /// the capture pool `pool`, which comes into being with its first use and gets one use more. Memory of a
+    /// pool stays where it is and is nobody else's until it is released, since graphs have its addresses
+    /// baked in; blocks freed there are used again by allocations that go to the pool. One recording into a
+    /// pool at a time; where several take a stream, the first counts. Call it before the stream begins to
+    /// capture, so that no event over all streams is recorded meanwhile. May wait for the device under
+    /// `remap:quiesce`.
+    ///
+    /// # Errors
+    /// [`crate::Error::InvalidArgument`] while allocations go to this pool already or there are too many,
+    /// [`crate::Error::DeadStream`] for a stream of the filter.
+    pub fn begin_capture(&self, pool: PoolId, filter: StreamFilter) -> Result<()> {
+        self.inner.begin_capture(pool, filter, true)
+    }
+
+    /// As [`Heap::begin_capture`], for a pool that no graph is captured into meanwhile: events go on being
+    /// recorded, so that no stream of the context may capture unless another recording says so.
+    ///
+    /// # Errors
+    /// As [`Heap::begin_capture`].
+    pub fn begin_pool(&self, pool: PoolId, filter: StreamFilter) -> Result<()> {
+        self.inner.begin_capture(pool, filter, false)
+    }
+
+    /// Ends [`Heap::begin_capture`] or [`Heap::begin_pool`]: allocations are ordinary again, the pool and its
+    /// use stay. Call it when the stream's capture has ended.
+    ///
+    /// # Errors
+    /// [`crate::Error::InvalidArgument`] when no allocations go to this pool.
+    pub fn end_capture(&self, pool: PoolId) -> Result<()> {
+        self.inner.end_capture(pool)
+    }
+
+    /// Adds one use to a pool (which comes into being with it) without sending allocations there.
+    ///
+    /// # Errors
+    /// [`crate::Error::InvalidArgument`] when there are too many pools.
+    pub fn retain_capture(&self, pool: PoolId) -> Result<()> {
+        self.inner.retain_capture(pool)
+    }
+
+    /// Ends one use of a pool, as when a graph is destroyed. With the last one the pool is given up: when its
+    /// blocks are freed too, its memory is ordinary memory again.
+    ///
+    /// # Errors
+    /// [`crate::Error::InvalidArgument`] for a pool without uses.
+    pub fn release_capture(&self, pool: PoolId) -> Result<()> {
+        self.inner.release_capture(pool)
+    }
+
+    /// Uses of a pool; 0 for one that is released or never was.
+    #[must_use]
+    pub fn capture_uses(&self, pool: PoolId) -> u32 {
+        self.inner.capture_uses(pool)
+    }
+}
