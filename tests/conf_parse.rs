@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use std::time::Duration;
 use xseg::Error;
 use xseg::conf::{KEYS, markdown_table};
-use xseg::config::{BackendChoice, Config, CrossStream, Defrag, Growth, RemapMode, Shrink, SizeOrShare};
+use xseg::config::{BackendChoice, Config, CrossStream, Defrag, Growth, Peers, RemapMode, Shrink, SizeOrShare};
 
 fn error(text: &str) -> String {
     match Config::parse(text) {
@@ -17,7 +17,8 @@ fn error(text: &str) -> String {
 fn every_key_is_read() {
     let config = Config::parse(
         "limit:40G, reserve:1TiB,growth:step=64MiB,handle_max:128MiB,warmup:1GiB,shrink:idle=5s,keep:512M,\
-         defrag:eager,slack:5%,small_limit:512K,cross_stream:wait,remap:quiesce,backend:cuda=3,stats:on,wait_limit:200ms",
+         defrag:eager,slack:5%,small_limit:512K,cross_stream:wait,remap:quiesce,backend:cuda=3,peers:0+2,\
+         stats:on,nvtx:on,wait_limit:200ms",
     )
     .unwrap();
     assert_eq!(config.limit, Some(SizeOrShare::Bytes(40 << 30)));
@@ -33,7 +34,8 @@ fn every_key_is_read() {
     assert_eq!(config.cross_stream, CrossStream::Wait);
     assert_eq!(config.remap, RemapMode::Quiesce);
     assert_eq!(config.backend, BackendChoice::Cuda(3));
-    assert!(config.stats);
+    assert_eq!(config.peers, Peers::Listed(vec![0, 2]));
+    assert!(config.stats && config.nvtx);
     assert_eq!(config.wait_limit, Duration::from_millis(200));
 }
 
@@ -45,6 +47,9 @@ fn other_values() {
     assert_eq!(parse("shrink:watermark=25%").shrink, Shrink::Watermark(0.25));
     assert_eq!(parse("slack:unlimited").slack, None);
     assert_eq!(parse("backend:sim").backend, BackendChoice::Sim);
+    assert_eq!(parse("peers:all").peers, Peers::All);
+    assert_eq!(parse("peers:1").to_string(), "peers:1");
+    assert_eq!(parse("peers:1+2").to_string(), "peers:1+2");
     assert_eq!(parse(""), Config::default());
     assert_eq!(parse(",stats:off,"), Config::default());
 }
@@ -90,6 +95,9 @@ fn values_out_of_range_name_the_key_and_what_is_allowed() {
         ("slack:nan%", "such as 5%"),
         ("cross_stream:yes", "passed, off, or wait"),
         ("backend:cuda=99999999999", "device number"),
+        ("peers:", "none, all"),
+        ("peers:1+", "device number"),
+        ("peers:some", "none, all"),
         ("wait_limit:forever", "such as 5s"),
     ] {
         let why = error(text);
@@ -103,6 +111,8 @@ fn contradictions_name_both_keys() {
     let why = error("limit:1GiB,warmup:2GiB");
     assert!(why.contains("`warmup:2GiB` is more than `limit:1GiB`"), "{why}");
     assert!(error("limit:1GiB,keep:2GiB").contains("`keep:2GiB`"));
+    assert!(error("peers:all,backend:host").contains("`peers` is for GPUs, and `backend:host` is none"));
+    assert!(Config::parse("peers:1+2,backend:cuda").is_ok());
     assert!(error("reserve:1GiB,warmup:2GiB").contains("`reserve:1GiB`"));
     assert!(Config::parse("cross_stream:wait,remap:quiesce").is_ok());
 }

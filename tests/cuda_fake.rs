@@ -12,7 +12,7 @@ use control::{Control, on_stand_in};
 use std::time::{Duration, Instant};
 use xseg::Error;
 use xseg::backend::cuda::{CudaBackend, CudaOptions, NullStream, driver_info};
-use xseg::backend::{Backend, Event, EventScope, PhysicalAllocation, StreamId};
+use xseg::backend::{Backend, ClientEvent, Event, EventScope, PhysicalAllocation, StreamId};
 use xseg::units::{GRANULE, MIB};
 
 fn open() -> CudaBackend {
@@ -261,7 +261,7 @@ fn context_and_capture_mode_are_left_as_found() {
         let count = |name: &str| log.iter().filter(|line| line.starts_with(name)).count();
         assert_eq!(count("cuCtxPushCurrent_v2 c000"), count("cuCtxPopCurrent_v2"));
         assert_eq!(count("cuCtxPushCurrent_v2 c100"), 0);
-        // The one call that no mode makes safe is not among them.
+        // The calls that no mode makes safe are not among them.
         assert!(!driver.end_capture(), "the capture broke");
     });
 }
@@ -295,8 +295,12 @@ fn events(backend: &CudaBackend, event: &Event) -> Result<(), Error> {
     backend.is_done(event)?;
     assert!(backend.wait(event, Duration::from_secs(1))?);
     backend.stream_wait(StreamId(2), event)?;
-    backend.quiesce()?;
+    let adopted = backend.adopt(ClientEvent(event.0))?;
+    let done = backend.is_done(&adopted);
+    backend.recycle(adopted);
+    assert!(done?);
     backend.is_capturing(StreamId(2));
+    backend.any_capturing(&[StreamId(2)]);
     backend.stream_key(StreamId(2)).map(drop)
 }
 
@@ -321,7 +325,8 @@ fn any_call_may_fail() {
     on_stand_in("any_call_may_fail", &[], &[], |driver| {
         let session = |driver: &Control| -> (Result<(), Error>, usize) {
             let done = CudaBackend::open(0, &CudaOptions::default()).map(|backend| {
-                let done = every_call(&backend).and_then(|()| Ok(backend.record(EventScope::Context)?));
+                let done = every_call(&backend).and_then(|()| Ok(backend.quiesce()?));
+                let done = done.and_then(|()| Ok(backend.record(EventScope::Context)?));
                 let before_drop = driver.log().len();
                 (done.map(|event| backend.recycle(event)), before_drop)
             });
@@ -399,7 +404,7 @@ fn capturing_streams_are_refused_and_stay_whole() {
     on_stand_in("capturing_streams_are_refused_and_stay_whole", &[], &[], |driver| {
         let backend = open();
         driver.push(0xC000);
-        let stream = StreamId(driver.create_stream());
+        let stream = StreamId(driver.create_blocking_stream());
         driver.capture(stream.0);
         assert!(
             backend.is_capturing(stream) && backend.is_capturing(StreamId(0)) && !backend.is_capturing(StreamId(2))
@@ -414,6 +419,17 @@ fn capturing_streams_are_refused_and_stay_whole() {
         let error = backend.record(EventScope::Context).unwrap_err();
         assert_eq!(error.reason, "cuCtxRecordEvent: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED");
         assert!(driver.end_capture());
+        driver.capture(stream.0);
+        assert!(backend.quiesce().is_err() && driver.end_capture());
+        // A capture that the legacy stream does not wait for is seen on its own stream alone.
+        let hidden = driver.create_stream();
+        assert!(!backend.any_capturing(&[]));
+        driver.capture(stream.0);
+        assert!(backend.any_capturing(&[]));
+        driver.end_capture();
+        driver.capture(hidden);
+        assert!(!backend.any_capturing(&[stream]) && backend.any_capturing(&[stream, StreamId(hidden)]));
+        assert!(!driver.end_capture());
     });
 }
 

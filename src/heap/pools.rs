@@ -14,7 +14,7 @@ use super::streams::Stream;
 use crate::backend::StreamId;
 use crate::error::{Error, Result};
 use crate::plan::{Victim, source};
-use crate::segment::Claim;
+use crate::segment::{Claim, Stamp};
 use parking_lot::{Mutex, RwLock};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
@@ -281,7 +281,13 @@ impl Inner {
                 left = true;
                 continue;
             }
-            segments.both().into_iter().for_each(|index| self.segment(index).private = false);
+            // Replays queued up to now used what was freed long ago.
+            let stamp = Stamp { owner: 0, epoch: self.epochs.open() };
+            for index in segments.both() {
+                let mut segment = self.segment(index);
+                segment.restamp(stamp);
+                segment.private = false;
+            }
             let mut state = self.pools.state.lock();
             state.pools.retain(|pool| pool.id != id);
             state.spare.push(segments);

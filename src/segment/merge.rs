@@ -1,10 +1,20 @@
-//! Merging free neighbours that could not be one block when they were freed.
+//! Free memory whose stamps allow more, or less, than when it was freed.
 #![forbid(unsafe_code)]
 
-use super::nodes::{Kind, NIL};
-use super::{Segment, merged};
+use super::nodes::{Kind, NIL, NodeId};
+use super::{Segment, Stamp, merged};
 
 impl Segment {
+    /// Gives all free memory one stamp, later than its own: something used it after it was freed.
+    pub(crate) fn restamp(&mut self, stamp: Stamp) {
+        let free: Vec<NodeId> = self.iter().filter(|id| self.nodes[*id].kind == Kind::Free).collect();
+        for id in free {
+            self.bin_remove(id);
+            (self.nodes[id].owner, self.nodes[id].epoch) = (stamp.owner, stamp.epoch);
+            self.bin_insert(id);
+        }
+    }
+
     /// Merges free neighbours of different streams whose frees have passed by now, so that a handle that
     /// both cover lies in one node again. A walk. Says whether any were merged.
     pub(crate) fn merge_passed(&mut self, passed: u32) -> bool {

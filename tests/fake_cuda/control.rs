@@ -12,9 +12,21 @@ const MARK: &str = "XSEG_ON_STAND_IN";
 /// symbols of `without`. `test` is the name of the calling test.
 pub(crate) fn on_stand_in(test: &str, env: &[(&str, &str)], without: &[&str], body: impl FnOnce(&Control)) {
     if std::env::var(MARK).is_ok_and(|name| name == test) {
-        return body(&Control::load());
+        return body(&Control::load("libcuda.so"));
     }
     again(test, folder(without).path(), env);
+}
+
+/// As [`on_stand_in`], with an NVTX library beside the driver, which `body` gets as the second one.
+pub(crate) fn on_stand_in_with_nvtx(test: &str, env: &[(&str, &str)], body: impl FnOnce(&Control, &Control)) {
+    const NVTX: &str = "libnvToolsExt.so.1";
+    if std::env::var(MARK).is_ok_and(|name| name == test) {
+        return body(&Control::load("libcuda.so"), &Control::load(NVTX));
+    }
+    let folder = folder(&[]);
+    // A file of its own, so that it is a library of its own.
+    std::fs::copy(folder.path().join("libcuda.so"), folder.path().join(NVTX)).unwrap();
+    again(test, folder.path(), env);
 }
 
 /// A folder with the stand-in, without some symbols, under the driver's names.
@@ -103,9 +115,9 @@ macro_rules! controls {
 }
 
 impl Control {
-    fn load() -> Self {
+    fn load(name: &str) -> Self {
         // SAFETY: the stand-in runs nothing when loaded.
-        Self(unsafe { Library::new("libcuda.so") }.unwrap())
+        Self(unsafe { Library::new(name) }.unwrap())
     }
 
     controls! {
@@ -117,6 +129,8 @@ impl Control {
         fn clear_log() = b"fake_log_clear\0";
         fn hold_events(hold: bool) = b"fake_hold_events\0";
         fn start_capture(stream: u64) -> bool = b"fake_capture\0";
+        /// Devices, by bit, that may access the mapping at an address.
+        fn access(address: u64) -> u64 = b"fake_access\0";
         fn capture_mode() -> u32 = b"fake_capture_mode\0";
         fn copy_log(to: *mut u8, length: usize) -> usize = b"fake_log\0";
         fn raw_current(context: *mut u64) -> u32 = b"cuCtxGetCurrent\0";
@@ -124,6 +138,9 @@ impl Control {
         fn raw_pop(context: *mut u64) -> u32 = b"cuCtxPopCurrent_v2\0";
         fn raw_mode(mode: *mut u32) -> u32 = b"cuThreadExchangeStreamCaptureMode\0";
         fn raw_create_stream(stream: *mut u64, flags: u32) -> u32 = b"cuStreamCreate\0";
+        fn raw_create_event(event: *mut u64, flags: u32) -> u32 = b"cuEventCreate\0";
+        fn raw_record(event: u64, stream: u64) -> u32 = b"cuEventRecord\0";
+        fn raw_destroy_event(event: u64) -> u32 = b"cuEventDestroy_v2\0";
         fn raw_destroy_stream(stream: u64) -> u32 = b"cuStreamDestroy_v2\0";
     }
 
@@ -172,6 +189,21 @@ impl Control {
     /// Ends the capture and says whether something broke it.
     pub(crate) fn end_capture(&self) -> bool {
         self.start_capture(0)
+    }
+
+    /// A stream that waits for the legacy one, and it for it.
+    pub(crate) fn create_blocking_stream(&self) -> u64 {
+        let mut stream = 0;
+        assert_eq!(self.raw_create_stream(&raw mut stream, 0), 0);
+        stream
+    }
+
+    /// A new event, recorded on a stream. A context is current.
+    pub(crate) fn recorded_event(&self, stream: u64) -> u64 {
+        let mut event = 0;
+        assert_eq!(self.raw_create_event(&raw mut event, 2), 0);
+        assert_eq!(self.raw_record(event, stream), 0);
+        event
     }
 
     pub(crate) fn create_stream(&self) -> u64 {

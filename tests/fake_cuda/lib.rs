@@ -4,6 +4,7 @@
 //!
 //! - `FAKE_CUDA_DEVICES`, `FAKE_CUDA_MEMORY` (bytes each), `FAKE_CUDA_COMPUTE` (90 = 9.0);
 //! - `FAKE_CUDA_LACK`: what the devices say they lack, of `vmm,fd,rdma,peer`;
+//! - `FAKE_CUDA_FAR`: devices that no other reaches;
 //! - `FAKE_CUDA_REFUSE`: what they claim and then refuse, of `fd` (at create), `rdma` (at map),
 //!   `context_event`;
 //! - `FAKE_CUDA_GRANULARITY`.
@@ -107,7 +108,8 @@ driver! {
     fn cuDeviceCanAccessPeer(can: *mut i32, device: i32, peer: i32) Init [device as u64, peer as u64] |s| {
         s.device(device)?;
         s.device(peer)?;
-        out!(can, i32::from(device != peer && !listed("FAKE_CUDA_LACK", "peer")))
+        let far = listed("FAKE_CUDA_LACK", "peer") || [device, peer].iter().any(|one| listed("FAKE_CUDA_FAR", &one.to_string()));
+        out!(can, i32::from(device != peer && !far))
     }
     fn cuDevicePrimaryCtxRetain(context: *mut u64, device: i32) Init [device as u64] |s| {
         let index = s.device(device)?;
@@ -136,7 +138,11 @@ driver! {
         Ok(())
     }
     fn cuCtxPopCurrent_v2(context: *mut u64) Init [] |s| { out!(context, contexts(Vec::pop).ok_or(INVALID_CONTEXT)?) }
-    fn cuCtxSynchronize() Relaxed [] |s| {
+    fn cuCtxSynchronize() Context [] |s| {
+        if s.capture.is_some() {
+            s.capture_broken = true;
+            return Err(CAPTURE_UNSUPPORTED);
+        }
         s.complete();
         Ok(())
     }
@@ -215,8 +221,9 @@ driver! {
         if found.iter().map(|start| s.mappings[start].bytes).sum::<u64>() != bytes {
             return Err(INVALID_VALUE);
         }
+        let devices = access.iter().fold(0, |devices, one| devices | 1 << one.location[1]);
         for start in found {
-            s.mappings.entry(start).and_modify(|mapping| mapping.accessible = true);
+            s.mappings.entry(start).and_modify(|mapping| mapping.access = devices);
         }
         Ok(())
     }
@@ -225,7 +232,7 @@ driver! {
         if !s.handles.get(&handle).is_some_and(|found| found.posix_fd && kind == 1) {
             return Err(INVALID_VALUE);
         }
-        let file = std::fs::File::open("/dev/null").map_err(|_| OUT_OF_MEMORY)?;
+        let file = std::fs::File::open("/dev/null").map_err(|_| OPERATING_SYSTEM)?;
         out!(out.cast::<i32>(), file.into_raw_fd())
     }
     fn cuMemAlloc_v2(address: *mut u64, bytes: u64) Relaxed [bytes] |s| {
@@ -259,10 +266,14 @@ driver! {
         let id = s.fresh(100, 1);
         let handle = s.old_streams.pop().unwrap_or(0x5000_0000 + id * 0x40);
         s.streams.insert(handle, id);
+        if flags & 1 == 0 {
+            s.blocking.insert(handle);
+        }
         out!(stream, handle)
     }
     fn cuStreamDestroy_v2(stream: u64) Context [stream] |s| {
         s.streams.remove(&stream).ok_or(INVALID_HANDLE)?;
+        s.blocking.remove(&stream);
         s.old_streams.push(stream);
         Ok(())
     }
@@ -274,7 +285,7 @@ driver! {
     fn cuStreamGetId(stream: u64, id: *mut u64) Init [stream] |s| { out!(id, s.stream(stream)?) }
     fn cuStreamIsCapturing(stream: u64, status: *mut u32) Context [stream] |s| {
         s.stream(stream)?;
-        if stream <= 1 && s.capture.is_some() {
+        if stream <= 1 && s.capture.is_some_and(|capture| s.blocking.contains(&capture)) {
             return Err(CAPTURE_IMPLICIT);
         }
         out!(status, u32::from(s.capture == Some(stream)))
@@ -286,7 +297,18 @@ driver! {
             s.capture_broken = true;
             return Err(CAPTURE_ISOLATION);
         }
+        if *state == EventState::Pending {
+            s.waiting.insert(stream);
+        }
         Ok(())
+    }
+    fn cuStreamQuery(stream: u64) Relaxed [stream] |s| {
+        s.stream(stream)?;
+        if s.capture == Some(stream) {
+            s.capture_broken = true;
+            return Err(CAPTURE_UNSUPPORTED);
+        }
+        if s.waiting.contains(&stream) { Err(NOT_READY) } else { Ok(()) }
     }
 
     fn cuEventCreate(event: *mut u64, flags: u32) Relaxed [u64::from(flags)] |s| {
@@ -297,7 +319,7 @@ driver! {
     fn cuEventDestroy_v2(event: u64) Relaxed [event] |s| { s.events.remove(&event).map(drop).ok_or(INVALID_HANDLE) }
     fn cuEventRecord(event: u64, stream: u64) Relaxed [event, stream] |s| {
         s.stream(stream)?;
-        let state = if s.capture == Some(stream) { EventState::Captured } else { s.recorded() };
+        let state = if s.capture == Some(stream) { EventState::Captured } else { s.recorded(stream) };
         *s.events.get_mut(&event).ok_or(INVALID_HANDLE)? = state;
         Ok(())
     }
@@ -310,7 +332,7 @@ driver! {
             return Err(CAPTURE_UNSUPPORTED);
         }
         device_of(context).ok_or(INVALID_CONTEXT)?;
-        let state = s.recorded();
+        let state = s.recorded(u64::MAX);
         *s.events.get_mut(&event).ok_or(INVALID_HANDLE)? = state;
         Ok(())
     }
@@ -381,11 +403,38 @@ pub extern "C" fn fake_count(what: u32) -> u64 {
         3 => state.events.len() as u64,
         4 => state.retained.iter().map(|count| u64::from(*count)).sum(),
         5 => u64::from(state.modules),
-        6 => state.mappings.values().filter(|mapping| mapping.accessible).count() as u64,
+        6 => state.mappings.values().filter(|mapping| mapping.access != 0).count() as u64,
         7 => (state.plain.len() + state.pinned.len()) as u64,
         8 => state.streams.len() as u64,
         _ => u64::MAX,
     }
+}
+
+/// Devices (by bit) that may access the mapping at an address; 0 where there is none.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_access(address: u64) -> u64 {
+    let state = lock();
+    let found =
+        state.mappings.range(..=address).next_back().filter(|(start, mapping)| *start + mapping.bytes > address);
+    found.map_or(0, |(_, mapping)| mapping.access)
+}
+
+/// NVTX, as `libnvToolsExt.so.1` exports it: the same image serves as that library.
+///
+/// # Safety
+/// `text` ends with zero.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvtxRangePushA(text: *const c_char) -> i32 {
+    // SAFETY: the caller's.
+    let text = unsafe { std::ffi::CStr::from_ptr(text) }.to_string_lossy().into_owned();
+    lock().log.push(format!("push {text}"));
+    0
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn nvtxRangePop() -> i32 {
+    lock().log.push("pop".into());
+    0
 }
 
 /// Copies the log (lines of "name arguments = result", numbers in hexadecimal but for the result)

@@ -1,7 +1,7 @@
 //! The bookkeeping of the stand-in driver: what exists, what was called, what is to fail.
 
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 pub(crate) type Code = u32;
@@ -14,6 +14,7 @@ pub(crate) const INVALID_CONTEXT: Code = 201;
 pub(crate) const INVALID_HANDLE: Code = 400;
 pub(crate) const NOT_READY: Code = 600;
 pub(crate) const NOT_SUPPORTED: Code = 801;
+pub(crate) const OPERATING_SYSTEM: Code = 304;
 pub(crate) const CAPTURE_UNSUPPORTED: Code = 900;
 pub(crate) const CAPTURE_IMPLICIT: Code = 906;
 pub(crate) const CAPTURE_ISOLATION: Code = 905;
@@ -34,7 +35,8 @@ pub(crate) struct Handle {
 pub(crate) struct Mapping {
     pub(crate) bytes: u64,
     pub(crate) handle: u64,
-    pub(crate) accessible: bool,
+    /// Devices with access, by bit.
+    pub(crate) access: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,6 +63,10 @@ pub(crate) struct State {
     pub(crate) mappings: BTreeMap<u64, Mapping>,
     /// Identities by handle.
     pub(crate) streams: HashMap<u64, u64>,
+    /// Streams that wait for the legacy one, and it for them.
+    pub(crate) blocking: HashSet<u64>,
+    /// Streams that wait for a pending event.
+    pub(crate) waiting: HashSet<u64>,
     /// Handles of destroyed streams; the next stream gets the last one again.
     pub(crate) old_streams: Vec<u64>,
     pub(crate) events: HashMap<u64, EventState>,
@@ -225,7 +231,7 @@ impl State {
             return Err(INVALID_VALUE);
         }
         found.mappings += 1;
-        self.mappings.insert(address, Mapping { bytes, handle, accessible: false });
+        self.mappings.insert(address, Mapping { bytes, handle, access: 0 });
         Ok(())
     }
 
@@ -267,12 +273,13 @@ impl State {
         }
     }
 
-    /// What a new record makes of an event.
-    pub(crate) fn recorded(&self) -> EventState {
-        if self.hold { EventState::Pending } else { EventState::Done }
+    /// What a new record on a stream makes of an event.
+    pub(crate) fn recorded(&self, stream: u64) -> EventState {
+        if self.hold || self.waiting.contains(&stream) { EventState::Pending } else { EventState::Done }
     }
 
     pub(crate) fn complete(&mut self) {
+        self.waiting.clear();
         for event in self.events.values_mut() {
             if *event == EventState::Pending {
                 *event = EventState::Done;

@@ -17,6 +17,14 @@ impl fmt::Debug for HostGraph {
     }
 }
 
+impl HostGraph {
+    /// Pieces of work in it.
+    #[must_use]
+    pub fn nodes(&self) -> usize {
+        self.0.len()
+    }
+}
+
 impl HostBackend {
     /// Begins the capture of a graph from `stream`. Until it ends, [`HostBackend::launch`] refuses the stream
     /// ([`HostBackend::capture`] takes its work), and an event over the whole context or a wait for the

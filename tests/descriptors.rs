@@ -1,0 +1,50 @@
+//! Scenario 21 on host memory, in a process of its own that may open few files: the backend has one memfd,
+//! however many handles there are. `cuda_fake_captures.rs` has the same for CUDA.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+use rustix::process::{Resource, Rlimit, setrlimit};
+use std::process::Command;
+use std::sync::Arc;
+use xseg::backend::host::{HostBackend, HostOptions};
+use xseg::units::MIB;
+use xseg::{Allocation, Heap, StreamId};
+
+const MARK: &str = "XSEG_FEW_DESCRIPTORS";
+
+#[test]
+fn descriptors_do_not_run_out() {
+    if std::env::var_os(MARK).is_some() {
+        return with_few_descriptors();
+    }
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "descriptors_do_not_run_out", "--nocapture", "--test-threads=1"])
+        .env(MARK, "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && text.contains("1 passed"),
+        "{text}\n{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+fn with_few_descriptors() {
+    setrlimit(Resource::Nofile, Rlimit { current: Some(256), maximum: Some(256) }).unwrap();
+    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let device = Arc::new(HostBackend::new(HostOptions::default()).unwrap());
+    let conf = "handle_max:2MiB,reserve:64GiB,growth:exact";
+    let heap = Heap::builder().conf(conf).unwrap().backend(device.clone()).build().unwrap();
+    let before = open();
+    let blocks: Vec<Allocation> = (0..8).map(|_| heap.alloc(1024 * MIB, StreamId(0)).unwrap()).collect();
+    assert!(device.leaks().handles >= 4096 && open() == before, "{}", device.leaks());
+    let error = heap.export_handles(blocks[0].address()).unwrap_err();
+    assert!(error.to_string().contains("Too many open files"), "{error}");
+    assert_eq!(open(), before, "those before the refusal are closed");
+    let few = heap.alloc(200 * MIB, StreamId(0)).unwrap();
+    for _ in 0..20 {
+        assert_eq!(heap.export_handles(few.address()).unwrap().len(), 100);
+    }
+    assert_eq!(open(), before);
+}
