@@ -5,7 +5,7 @@
 mod support;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use support::{Lab, MS, Make, S1, S2, on_each_backend, out_of_memory};
 use xseg::units::{GRANULE, KIB, MIB};
 use xseg::{Allocation, PoolId, StreamFilter, StreamId};
@@ -17,6 +17,8 @@ const S3: StreamId = StreamId(3);
 on_each_backend! {
     a_graph_replays_after_pressure_moved_all_else,
     a_released_pool_ends_with_its_last_block,
+    replays_hold_the_memory_of_a_released_pool,
+    captures_beside_busy_threads_stay_whole,
     pools_count_their_uses,
     filters_choose_the_pool,
     memory_of_another_stream_needs_proof,
@@ -153,6 +155,48 @@ fn a_released_pool_ends_with_its_last_block(make: Make) {
     assert_eq!(lab.heap.stats().driver_calls.create, calls, "the handles are used again");
     lab.check();
     drop(block);
+    lab.ends_with(0);
+}
+
+/// Freed and passed long ago, and yet in use: a replay came after.
+fn replays_hold_the_memory_of_a_released_pool(make: Make) {
+    let lab = make("limit:64MiB");
+    let (_, graph) = captured(&lab, POOL, S1, || {
+        let (input, scratch) = (lab.alloc(4 * MIB, S1), lab.alloc(4 * MIB, S1));
+        lab.capture_step(S1, &input, &scratch);
+    });
+    lab.heap.tick();
+    lab.heap.tick();
+    lab.replay(&graph, S2);
+    lab.heap.release_capture(POOL).unwrap();
+    lab.heap.trim();
+    let stats = lab.heap.stats();
+    assert_eq!((stats.capture_pools, stats.reserved), (0, 8 * MIB));
+    lab.time.advance(10 * MS);
+    lab.ends_with(0);
+}
+
+/// No event over all streams slips in between the look for captures and the begin of one.
+fn captures_beside_busy_threads_stay_whole(make: Make) {
+    let lab = make("limit:256MiB");
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for stream in [S2, S3] {
+            let (heap, done) = (lab.heap.clone(), &done);
+            scope.spawn(move || {
+                while !done.load(Relaxed) {
+                    drop(heap.alloc(64 * MIB, stream).unwrap());
+                    heap.tick();
+                }
+            });
+        }
+        for round in 0..300 {
+            let (block, _) = captured(&lab, PoolId(7, round), S1, || lab.alloc(2 * MIB, S1));
+            lab.heap.release_capture(PoolId(7, round)).unwrap();
+            drop(block);
+        }
+        done.store(true, Relaxed);
+    });
     lab.ends_with(0);
 }
 
