@@ -10,8 +10,8 @@ use control::{Control, on_stand_in, on_stand_in_with_nvtx};
 use rustix::process::{Resource, Rlimit, setrlimit};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
-use xseg::backend::MappingEvent;
 use xseg::backend::cuda::{CudaBackend, CudaOptions};
+use xseg::backend::{Backend, MappingEvent};
 use xseg::units::{GRANULE, MIB};
 use xseg::{Allocation, ClientEvent, Error, Heap, PoolId, StreamFilter, StreamId};
 
@@ -81,6 +81,26 @@ fn nothing_that_a_capture_forbids_is_called() {
         assert_eq!((heap.stats().reserved, heap.stats().capture_pools), (0, 0));
         drop(heap);
         assert_eq!(all(driver), [0; 8]);
+    });
+}
+
+#[test]
+fn captures_that_the_backend_sees() {
+    on_stand_in("captures_that_the_backend_sees", &[], &[], |driver| {
+        let backend = CudaBackend::open(0, &CudaOptions::default()).unwrap();
+        driver.push(0xC000);
+        let stream = StreamId(driver.create_blocking_stream());
+        driver.capture(stream.0);
+        assert!(backend.quiesce().is_err() && driver.end_capture());
+        // A capture that the legacy stream does not wait for is seen on its own stream alone.
+        let hidden = driver.create_stream();
+        assert!(!backend.any_capturing(&[]));
+        driver.capture(stream.0);
+        assert!(backend.any_capturing(&[]));
+        driver.end_capture();
+        driver.capture(hidden);
+        assert!(!backend.any_capturing(&[stream]) && backend.any_capturing(&[stream, StreamId(hidden)]));
+        assert!(!driver.end_capture());
     });
 }
 

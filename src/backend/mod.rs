@@ -308,13 +308,7 @@ pub fn open_with(
 
 #[cfg(feature = "cuda")]
 fn open_cuda(device: u32, peers: &crate::config::Peers) -> Result<Arc<dyn Backend>, Error> {
-    use crate::config::Peers;
-    let peers = match peers {
-        Peers::None => Vec::new(),
-        Peers::All => cuda::driver_info()?.devices.iter().map(|info| info.index).collect(),
-        Peers::Listed(devices) => devices.clone(),
-    };
-    Ok(Arc::new(cuda::CudaBackend::open(device, &cuda::CudaOptions { peers, ..cuda::CudaOptions::default() })?))
+    Ok(Arc::new(cuda::CudaBackend::open(device, &cuda::CudaOptions::with_peers(peers)?)?))
 }
 
 #[cfg(not(feature = "cuda"))]

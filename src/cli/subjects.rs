@@ -139,7 +139,8 @@ impl Ground {
         if !request.lag.is_zero() {
             return Err("--gpu-lag sets a virtual clock, and a GPU has its own; give --backend host or sim".into());
         }
-        let device = CudaBackend::open(index, &CudaOptions::default()).map_err(|error| error.to_string())?;
+        let options = CudaOptions::with_peers(&request.config.peers).map_err(|error| error.to_string())?;
+        let device = CudaBackend::open(index, &options).map_err(|error| error.to_string())?;
         let device = Arc::new(device);
         let mut streams = StreamSet::new(device.clone());
         let stream: StreamOf =

@@ -65,7 +65,7 @@ impl Heap {
     /// baked in; blocks freed there are used again by allocations that go to the pool. One recording into a
     /// pool at a time; where several take a stream, the first counts. Call it before the stream begins to
     /// capture, so that no event over all streams is recorded meanwhile. May wait for the device under
-    /// `remap:quiesce`.
+    /// `remap:quiesce`. A heap that is shut down meanwhile waits for the device, which invalidates the capture.
     ///
     /// # Errors
     /// [`crate::Error::InvalidArgument`] while allocations go to this pool already or there are too many,

@@ -11,6 +11,7 @@
 #![allow(non_snake_case, reason = "the names of the driver")]
 #![allow(missing_docs, clippy::missing_safety_doc, reason = "the driver's documentation applies")]
 
+mod nvtx;
 mod state;
 
 use state::*;
@@ -417,24 +418,6 @@ pub extern "C" fn fake_access(address: u64) -> u64 {
     let found =
         state.mappings.range(..=address).next_back().filter(|(start, mapping)| *start + mapping.bytes > address);
     found.map_or(0, |(_, mapping)| mapping.access)
-}
-
-/// NVTX, as `libnvToolsExt.so.1` exports it: the same image serves as that library.
-///
-/// # Safety
-/// `text` ends with zero.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvtxRangePushA(text: *const c_char) -> i32 {
-    // SAFETY: the caller's.
-    let text = unsafe { std::ffi::CStr::from_ptr(text) }.to_string_lossy().into_owned();
-    lock().log.push(format!("push {text}"));
-    0
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn nvtxRangePop() -> i32 {
-    lock().log.push("pop".into());
-    0
 }
 
 /// Copies the log (lines of "name arguments = result", numbers in hexadecimal but for the result)

@@ -12,6 +12,7 @@
 use super::{
     Backend, BackendKind, Capabilities, ClientEvent, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId,
 };
+use crate::config::Peers;
 use crate::error::{DriverCall, DriverError, Error};
 use crate::units::GRANULE;
 use adopt::Waiters;
@@ -61,6 +62,21 @@ pub struct CudaOptions {
 impl Default for CudaOptions {
     fn default() -> Self {
         Self { peers: Vec::new(), exportable: true, rdma: true, null_stream: NullStream::Legacy }
+    }
+}
+
+impl CudaOptions {
+    /// The default, with access for the peers that a policy names.
+    ///
+    /// # Errors
+    /// As [`driver_info`], where all of them are to be found out.
+    pub fn with_peers(peers: &Peers) -> Result<Self, Error> {
+        let peers = match peers {
+            Peers::None => Vec::new(),
+            Peers::All => driver_info()?.devices.iter().map(|info| info.index).collect(),
+            Peers::Listed(devices) => devices.clone(),
+        };
+        Ok(Self { peers, ..Self::default() })
     }
 }
 
