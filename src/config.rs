@@ -18,9 +18,9 @@ pub enum SizeOrShare {
 pub enum Growth {
     /// What the request misses, no more.
     Exact,
-    /// The last handle is rounded up to this many bytes, within the largest handle.
+    /// This many bytes at least, but no more beyond the request than a 64th of what may still be created (or 8 MiB).
     Step(u64),
-    /// The last handle is rounded up to this factor of what is reserved (1.1 = a tenth more), within the largest handle.
+    /// What makes this factor of what is reserved (1.1 = a tenth more), within the same bound.
     Geometric(f64),
 }
 
@@ -104,7 +104,7 @@ pub struct Config {
     pub reserve: Option<u64>,
     /// How much one growth step creates.
     pub growth: Growth,
-    /// Largest handle; a power of two of granules.
+    /// Largest handle; whole granules.
     pub handle_max: u64,
     /// Memory created and mapped at start.
     pub warmup: u64,
@@ -114,7 +114,8 @@ pub struct Config {
     pub keep: u64,
     /// When pages move.
     pub defrag: Defrag,
-    /// Growth stops and pages move when reserved exceeds (1 + slack) times live. `None`: no such bound.
+    /// Pages move before memory is created when reserved exceeds (1 + slack) times the most that was live.
+    /// `None`: a slack that the heap chooses; infinite: no such bound.
     pub slack: Option<f64>,
     /// Largest request of the small pools.
     pub small_limit: u64,
@@ -140,7 +141,7 @@ impl Default for Config {
             limit: None,
             reserve: None,
             growth: Growth::Step(64 * MIB),
-            handle_max: 64 * MIB,
+            handle_max: 32 * MIB,
             warmup: 0,
             shrink: Shrink::Oom,
             keep: 0,

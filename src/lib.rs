@@ -8,6 +8,7 @@ mod buffer;
 pub mod cli;
 pub mod conf;
 pub mod config;
+mod edges;
 mod epoch;
 pub mod error;
 mod heap;

@@ -7,9 +7,11 @@
 
 use crate::backend::PhysicalAllocation;
 use crate::bits::PageSet;
+use crate::edges::Edges;
 use crate::units::GRANULE;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Index of a handle; 0 is none.
 pub(crate) type HandleId = u32;
@@ -61,9 +63,15 @@ pub(crate) struct Physical {
     reserved: u64,
     peak_reserved: u64,
     pub(crate) zombies: Vec<Zombie>,
+    edges: Arc<Edges>,
 }
 
 impl Physical {
+    /// `edges` are kept up to date for those who do not hold the driver lock.
+    pub(crate) fn new(edges: Arc<Edges>) -> Self {
+        Self { edges, ..Self::default() }
+    }
+
     /// Bytes of all handles that exist, mapped or not.
     pub(crate) fn reserved(&self) -> u64 {
         self.reserved * GRANULE
@@ -156,7 +164,8 @@ impl Physical {
         for (offset, granule) in range.clone().enumerate() {
             self.pages[granule as usize] = Page { handle: id, offset: offset as u32 };
         }
-        self.mapped.set(range, true);
+        self.mapped.set(range.clone(), true);
+        self.edges.set_handle(range);
     }
 
     /// Notes that a handle has no mapping for blocks any more.

@@ -8,15 +8,18 @@
 /// A handle of memory that stays is at most this share of the limit.
 const STAYING: u64 = 384;
 /// A handle of memory that comes and goes is at most this share of the limit.
-const CHURNING: u64 = 1024;
-/// Memory counts as staying until a quarter of what was allocated has been freed again.
-const CHURN_AFTER: u64 = 4;
+const CHURNING: u64 = 700;
+/// Memory counts as staying until a third of what was allocated has been freed again.
+const CHURN_AFTER: u64 = 3;
 /// A handle is at most this share of what may still be created: sizes fall as memory fills, so that
 /// the last of it is made of handles that fit anywhere.
 const LAST: u64 = 16;
+/// Growth beyond what was asked is at most this share of what may still be created, or [`SPARE_LEAST`].
+const SPARE: u64 = 64;
+const SPARE_LEAST: u64 = 4;
 
 /// Largest power of two that is at most `n`; 1 for 0.
-pub(crate) const fn floor_pow2(n: u64) -> u32 {
+const fn floor_pow2(n: u64) -> u32 {
     match n {
         0 => 1,
         n if n >= 1 << 31 => 1 << 31,
@@ -24,20 +27,21 @@ pub(crate) const fn floor_pow2(n: u64) -> u32 {
     }
 }
 
-/// Largest handle for large blocks under a limit: `taken` and `freed` are what large blocks were given
-/// and gave back so far, in any one unit.
-pub(crate) fn handle_cap(limit: u64, handle_max: u32, taken: u64, freed: u64) -> u32 {
-    if freed.saturating_mul(CHURN_AFTER) < taken {
-        return handle_max.min(floor_pow2(limit / STAYING));
-    }
-    // Half a granule less: so much is lost at a block's edge whatever the handle, and in a small heap it counts.
-    let halves = (limit.saturating_mul(2) / CHURNING).saturating_sub(1);
-    handle_max.min(floor_pow2(halves / 2))
+/// Largest handle for large blocks under a limit, while `headroom` may still be created: `taken` and `freed` are
+/// what large blocks were given and gave back so far, in any one unit.
+pub(crate) fn handle_size(limit: u64, headroom: u64, handle_max: u32, (taken, freed): (u64, u64)) -> u32 {
+    let share = if freed.saturating_mul(CHURN_AFTER) < taken {
+        limit / STAYING
+    } else {
+        // Half a granule less: so much is lost at a block's edge whatever the handle, and in a small heap it counts.
+        (limit.saturating_mul(2) / CHURNING).saturating_sub(1) / 2
+    };
+    handle_max.min(floor_pow2(share.min(headroom / LAST)))
 }
 
-/// Largest handle while `budget` may still be created.
-pub(crate) fn handle_size(budget: u64, cap: u32) -> u32 {
-    cap.min(floor_pow2(budget / LAST))
+/// Granules that a growth step creates at least, when `step` is asked for.
+pub(crate) fn growth_step(step: u64, headroom: u64) -> u32 {
+    u32::try_from(step.min((headroom / SPARE).max(SPARE_LEAST))).unwrap_or(u32::MAX).max(1)
 }
 
 #[cfg(test)]
@@ -47,13 +51,21 @@ mod tests {
     #[test]
     fn sizes_fall_with_churn_and_with_what_is_left() {
         let gib = 512;
-        assert_eq!(handle_cap(24 * gib, 32, 100, 0), 32);
-        assert_eq!(handle_cap(24 * gib, 32, 100, 25), 8);
-        assert_eq!(handle_cap(u64::MAX / 4, 32, 100, 90), 32);
-        assert_eq!(handle_cap(2374, 32, 100, 90), 1);
-        assert_eq!(handle_cap(32, 32, 1, 1), 1);
-        assert_eq!(handle_size(512, 32), 32);
-        assert_eq!(handle_size(100, 32), 4);
-        assert_eq!(handle_size(0, 32), 1);
+        let size = |limit, headroom, churn| handle_size(limit, headroom, 32, churn);
+        assert_eq!(size(24 * gib, 24 * gib, (100, 0)), 32);
+        assert_eq!(size(24 * gib, 24 * gib, (100, 34)), 16);
+        assert_eq!(size(u64::MAX / 4, u64::MAX / 4, (100, 90)), 32);
+        assert_eq!(size(1600, 1600, (100, 90)), 1);
+        assert_eq!(size(32, 32, (1, 1)), 1);
+        assert_eq!(size(24 * gib, 100, (100, 0)), 4);
+        assert_eq!(size(24 * gib, 0, (100, 0)), 1);
+    }
+
+    #[test]
+    fn growth_beyond_the_request_falls_with_what_is_left() {
+        assert_eq!(growth_step(32, 1 << 40), 32);
+        assert_eq!(growth_step(32, 640), 10);
+        assert_eq!(growth_step(32, 0), 4);
+        assert_eq!(growth_step(0, 1 << 40), 1);
     }
 }

@@ -63,7 +63,8 @@ fn growth() {
     assert_eq!(reserved("growth:step=64MiB"), 128 * MIB);
     assert_eq!(reserved("growth:geometric=1.5"), 96 * MIB);
     assert_eq!(reserved("growth:geometric=1.125"), 72 * MIB);
-    assert_eq!(reserved("growth:step=1GiB"), 128 * MIB, "at most one handle more");
+    assert_eq!(reserved("growth:step=1GiB"), GIB);
+    assert_eq!(reserved("growth:step=1GiB,limit:4GiB"), 64 * MIB + 62 * MIB, "a 64th of what may be created");
 }
 
 #[test]

@@ -45,7 +45,8 @@ fn other_values() {
     assert_eq!(parse("limit:90%").limit, Some(SizeOrShare::Share(0.9)));
     assert_eq!(parse("growth:geometric=1.1").growth, Growth::Geometric(1.1));
     assert_eq!(parse("shrink:watermark=25%").shrink, Shrink::Watermark(0.25));
-    assert_eq!(parse("slack:unlimited").slack, None);
+    assert_eq!(parse("slack:auto").slack, None);
+    assert_eq!(parse("slack:unlimited").slack, Some(f64::INFINITY));
     assert_eq!(parse("backend:sim").backend, BackendChoice::Sim);
     assert_eq!(parse("peers:all").peers, Peers::All);
     assert_eq!(parse("peers:1").to_string(), "peers:1");
@@ -88,7 +89,7 @@ fn values_out_of_range_name_the_key_and_what_is_allowed() {
         ("growth:fast", "geometric=FACTOR"),
         ("growth:geometric=1", "above 1"),
         ("growth:step=1K", "step=SIZE (2MiB"),
-        ("handle_max:48MiB", "power of two"),
+        ("handle_max:47MiB", "multiple of 2MiB"),
         ("handle_max:2GiB", "up to 1GiB"),
         ("shrink:idle=5", "idle=DURATION"),
         ("small_limit:2MiB", "from 0 to 1MiB"),

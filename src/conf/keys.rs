@@ -86,8 +86,8 @@ pub const KEYS: [Key; 17] = [
     },
     Key {
         name: "growth",
-        meaning: "how much one growth step creates: what the request misses, or its last handle rounded up to a step \
-                  or to what makes this factor of what is reserved, `handle_max` at most",
+        meaning: "how much one growth step creates: what the request misses, at least a step, or what makes this factor \
+                  of what is reserved; at most a 64th of what may still be created",
         values: "exact, step=SIZE (2MiB to 64TiB), or geometric=FACTOR (above 1, up to 16)",
         default: "step=64MiB",
         show: |c| match c.growth {
@@ -108,13 +108,13 @@ pub const KEYS: [Key; 17] = [
     Key {
         name: "handle_max",
         meaning: "largest piece of physical memory; large ones cost fewer driver calls, small ones fit tighter",
-        values: "2MiB times a power of two, up to 1GiB",
-        default: "64MiB",
+        values: "a multiple of 2MiB, up to 1GiB",
+        default: "32MiB",
         show: |c| size_text(c.handle_max),
         set: |c, v| {
             let bytes = within(size(v)?, GRANULE, GIB)?;
-            if !bytes.is_power_of_two() {
-                return Err("it is no power of two".into());
+            if !bytes.is_multiple_of(GRANULE) {
+                return Err("it is no multiple of 2MiB".into());
             }
             c.handle_max = bytes;
             Ok(())
@@ -179,12 +179,21 @@ pub const KEYS: [Key; 17] = [
     },
     Key {
         name: "slack",
-        meaning: "growth stops and pages move when reserved exceeds live by this share of live",
-        values: "unlimited, or a share such as 5%, up to 1000%",
-        default: "unlimited",
-        show: |c| c.slack.map_or_else(|| "unlimited".into(), share_text),
+        meaning: "pages move before memory is created when reserved exceeds the most that was live by this share of \
+                  it; auto: 2% for requests of 512 MiB and more while no limit is set, 0.9% with `defrag:eager`",
+        values: "auto, unlimited, or a share such as 5%, up to 1000%",
+        default: "auto",
+        show: |c| match c.slack {
+            None => "auto".into(),
+            Some(slack) if slack.is_infinite() => "unlimited".into(),
+            Some(slack) => share_text(slack),
+        },
         set: |c, v| {
-            c.slack = if v == "unlimited" { None } else { Some(between(share(v)?, 0.0, EXCESS_MAX)?) };
+            c.slack = match v {
+                "auto" => None,
+                "unlimited" => Some(f64::INFINITY),
+                share_of_live => Some(between(share(share_of_live)?, 0.0, EXCESS_MAX)?),
+            };
             Ok(())
         },
     },

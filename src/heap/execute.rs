@@ -109,8 +109,7 @@ impl Inner {
             segment.free(rest, stamp, passed);
         }
         segment.nodes[node].kind = Kind::Live;
-        segment.live_blocks += 1;
-        segment.taken_units += u64::from(wanted.len);
+        segment.note_block(wanted.len);
         Outcome::Done(self.hand_out(&mut segment, node, wanted))
     }
 

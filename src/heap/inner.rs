@@ -12,19 +12,26 @@ use crate::backend::driver::Driver;
 use crate::backend::nvtx::Nvtx;
 use crate::backend::{Event, EventScope, StreamId};
 use crate::config::{Config, CrossStream, RESERVE_MAX, Shrink};
+use crate::edges::Edges;
 use crate::epoch::Epochs;
 use crate::error::{Error, PointerFault, Result};
 use crate::physical::{HandleId, Physical};
 use crate::segment::nodes::{Kind, NodeId};
-use crate::segment::{Claim, Segment, Stamp};
+use crate::segment::{Claim, History, Segment, Stamp};
 use crate::units::{GRANULE, MIB, UNIT};
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 
-/// The large segment.
+/// The segment of large blocks.
 pub(crate) const LARGE: u16 = 0;
+/// The segment of huge blocks, so that ordinary requests do not cut up what only huge ones need.
+pub(crate) const HUGE: u16 = 1;
+/// Segments of this number and more are small pools and capture pools.
+pub(crate) const FIRST_POOL: u16 = 2;
+/// A request of this many bytes and more is huge.
+pub(crate) const HUGE_BYTES: u64 = 512 * MIB;
 /// Bytes freed after which an epoch is closed.
 const CLOSE_AFTER: u64 = 64 * MIB;
 
@@ -62,8 +69,11 @@ pub(crate) struct Inner {
     pub(crate) space: Space,
     pub(crate) streams: Streams,
     pub(crate) epochs: Epochs,
+    edges: Arc<Edges>,
     pub(crate) pools: Pools,
     pub(crate) nvtx: Nvtx,
+    /// Of the two large segments together.
+    pub(crate) history: Arc<History>,
     segments: Box<[OnceLock<Mutex<Segment>>]>,
     /// One more than the highest segment that exists, so that walks stay short.
     segments_end: AtomicU16,
@@ -75,6 +85,8 @@ pub(crate) struct Inner {
     pub(crate) quiesce: bool,
     pub(crate) callbacks: Mutex<Vec<Callback>>,
     pub(crate) shut: AtomicBool,
+    /// What the limit was at start.
+    pub(crate) device_limit: u64,
     /// The limit, readable without the driver lock.
     pub(crate) limit: AtomicU64,
 }
@@ -107,15 +119,18 @@ pub(crate) struct Wanted {
 
 impl Inner {
     pub(crate) fn new(driver: Driver, config: Config, limit: u64, quiesce: bool) -> Self {
-        let slow = Slow { limit, ..Slow::default() };
+        let edges = Arc::new(Edges::default());
+        let slow = Slow { limit, physical: Physical::new(Arc::clone(&edges)), ..Slow::default() };
         Self {
             driver,
             config,
             space: Space::default(),
             streams: Streams::default(),
             epochs: Epochs::default(),
+            edges,
             pools: Pools::default(),
             nvtx: Nvtx::off(),
+            history: Arc::default(),
             segments: (0..SEGMENTS).map(|_| OnceLock::new()).collect(),
             segments_end: AtomicU16::new(0),
             slow: Mutex::new(slow),
@@ -125,6 +140,7 @@ impl Inner {
             quiesce,
             callbacks: Mutex::default(),
             shut: AtomicBool::new(false),
+            device_limit: limit,
             limit: AtomicU64::new(limit),
         }
     }
@@ -133,7 +149,8 @@ impl Inner {
     pub(crate) fn segment(&self, index: u16) -> MutexGuard<'_, Segment> {
         let segment = self.segments[index as usize].get_or_init(|| {
             self.segments_end.fetch_max(index + 1, Relaxed);
-            Mutex::default()
+            let shared = index < FIRST_POOL;
+            Mutex::new(if shared { Segment::new(Arc::clone(&self.history)) } else { Segment::default() })
         });
         segment.lock()
     }
@@ -160,7 +177,7 @@ impl Inner {
             CrossStream::Off => 0,
             CrossStream::Passed | CrossStream::Wait => self.epochs.passed().max(stream.waited),
         };
-        Claim { owner: stream.slot, horizon, spare_huge: false }
+        Claim { owner: stream.slot, horizon }
     }
 
     /// Checks a request. `align` in bytes.
@@ -180,7 +197,8 @@ impl Inner {
             return Err(Error::AddressSpace { requested: bytes, reserved: self.space.bytes() });
         };
         let pool = self.pools.route(&stream);
-        let (small, large) = pool.map_or((stream.small, LARGE), |pair| (pair.small, pair.large));
+        let large = if bytes < HUGE_BYTES { LARGE } else { HUGE };
+        let (small, large) = pool.map_or((stream.small, large), |pair| (pair.small, pair.large));
         let segment = if bytes <= self.config.small_limit { small } else { large };
         let pool = pool.is_some();
         Ok(Wanted { bytes, len, align, segment, stream, pool, proof: pool, contiguous: 0 })
@@ -190,20 +208,35 @@ impl Inner {
     pub(crate) fn alloc(&self, bytes: u64, align: u64, stream: StreamId) -> Result<Block> {
         let wanted = self.wanted(bytes, align, stream)?;
         let mut segment = self.segment(wanted.segment);
-        if let Some(block) = self.take_fitting(&mut segment, &wanted, true) {
+        if let Some(block) = self.take_fitting(&mut segment, &wanted) {
             return Ok(block);
         }
         drop(segment);
+        if let Some(block) = self.take_elsewhere(&wanted) {
+            return Ok(block);
+        }
         self.alloc_slow(&wanted)
     }
 
-    /// Serves a request from mapped free memory, if there is any at one place (with `spare_huge`, not from
-    /// blocks much larger than the request).
-    pub(crate) fn take_fitting(&self, segment: &mut Segment, wanted: &Wanted, spare_huge: bool) -> Option<Block> {
-        let claim = Claim { spare_huge, ..self.claim(wanted.stream) };
+    /// Serves a large request from free memory of the huge segment, or the other way round.
+    pub(crate) fn take_elsewhere(&self, wanted: &Wanted) -> Option<Block> {
+        let other = match wanted.segment {
+            LARGE => HUGE,
+            HUGE => LARGE,
+            _ => return None,
+        };
+        // One that does not exist yet has nothing.
+        let mut segment = self.segments[other as usize].get()?.lock();
+        self.take_fitting(&mut segment, wanted)
+    }
+
+    /// Serves a request from mapped free memory, if there is any at one place.
+    pub(crate) fn take_fitting(&self, segment: &mut Segment, wanted: &Wanted) -> Option<Block> {
+        let claim = self.claim(wanted.stream);
+        let edges = (wanted.segment < FIRST_POOL).then_some(&*self.edges);
         let found = segment
-            .find_own(wanted.len, wanted.align, claim)
-            .or_else(|| segment.find_passed(wanted.len, wanted.align, claim))?;
+            .find_own(wanted.len, wanted.align, claim, edges)
+            .or_else(|| segment.find_passed(wanted.len, wanted.align, claim, edges))?;
         let live = segment.take(found, wanted.len, wanted.align, wanted.stream.slot);
         Some(self.hand_out(segment, live, wanted))
     }

@@ -4,16 +4,16 @@
 #![forbid(unsafe_code)]
 
 use super::execute::Outcome;
-use super::inner::{Block, Inner, LARGE, Slow, Wanted};
+use super::inner::{Block, FIRST_POOL, HUGE_BYTES, Inner, LARGE, Slow, Wanted};
 use crate::config::{CrossStream, Defrag, Growth, Shrink};
 use crate::error::{DriverError, Error, Result};
-use crate::plan::place::{self, Request};
+use crate::plan::place::{Places, Request};
 use crate::plan::source::{self, Terms};
 use crate::plan::{Placement, Supply, Victim};
 use crate::policy;
 use crate::segment::nodes::Kind;
 use crate::segment::{Segment, Stamp};
-use crate::units::{GIB, GRANULE, UNIT, UNITS_PER_GRANULE};
+use crate::units::{GIB, GRANULE, UNIT, UNITS_PER_GRANULE, granule_ceil, granule_floor};
 use parking_lot::MutexGuard;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -26,13 +26,29 @@ const SLICE: Duration = Duration::from_micros(200);
 const STUCK: u32 = 1000;
 /// Blocks with declared uses that a request looks at while a graph is captured.
 const SETTLE: usize = 16;
-/// Share of live memory that `defrag:eager` lets lie idle.
-const EAGER_SLACK: f64 = 0.004;
+/// Places that are tried before there is none.
+const PLACES: usize = 64;
+/// Share of live memory that `defrag:eager` lets lie idle, and its largest handles in granules.
+const EAGER_SLACK: f64 = 0.009;
+const EAGER_HANDLE: u32 = 4;
+/// Share of the most that was live that may lie idle before a huge request moves pages, where no limit was set.
+const HUGE_SLACK: f64 = 0.02;
+/// Idle memory is stale when so many large blocks were freed since: it moves before memory is created.
+const STALE_FREES: u32 = 25;
+
+/// How much memory a plan may create.
+#[derive(Debug, Clone, Copy)]
+enum Budget {
+    /// What the slack allows.
+    Soft,
+    /// No more than is missing when all idle memory has moved.
+    Least,
+    /// What the limit allows.
+    Hard,
+}
 
 /// What planning found.
 pub(super) enum Found<'a> {
-    /// A fitting free block after all.
-    Fitting(Block),
     /// Addresses in the locked segment, and memory for them.
     Plan(MutexGuard<'a, Segment>, Placement, Supply),
     /// Not enough memory that may be used now.
@@ -172,9 +188,16 @@ impl Inner {
         for _ in 0..REPLANS {
             let mut segment = self.segment(wanted.segment);
             if wanted.contiguous == 0
-                && let Some(block) = self.take_fitting(&mut segment, wanted, true)
+                && let Some(block) = self.take_fitting(&mut segment, wanted)
             {
                 return Ok(Rung::Served(block));
+            }
+            if wanted.contiguous == 0 {
+                drop(segment);
+                if let Some(block) = self.take_elsewhere(wanted) {
+                    return Ok(Rung::Served(block));
+                }
+                segment = self.segment(wanted.segment);
             }
             if self.quiesce && !self.capture_under_way() {
                 drop(segment);
@@ -183,7 +206,6 @@ impl Inner {
             }
             let (segment, placement, supply) = match self.plan(slow, segment, wanted, cap)? {
                 Found::Plan(segment, placement, supply) => (segment, placement, supply),
-                Found::Fitting(block) => return Ok(Rung::Served(block)),
                 // A handle behind free blocks of several streams can move once they are one block.
                 Found::Nothing if self.merge_passed() => continue,
                 Found::Nothing => return Ok(Rung::Nothing(refusal)),
@@ -216,90 +238,100 @@ impl Inner {
         let request = Request { len: wanted.len, align: wanted.align, claim };
         let reserved = slow.physical.reserved();
         let hard = (cap.saturating_sub(reserved)) / GRANULE;
-        let handle_max = self.handle_cap(slow, &segment, wanted.segment, wanted.bytes);
-        let sized = policy::handle_size(hard, handle_max);
-        let price = |missing: &[std::ops::Range<u32>]| Some(source::price(missing, sized));
-        let mut placement = place::best(&segment, request, price);
-        if placement.is_none() {
+        if wanted.bytes > cap {
+            return Ok(Found::Nothing);
+        }
+        let mut places = Places::of(&segment, request);
+        if places.is_empty() {
             drop(segment);
             self.add_addresses(wanted)?;
             segment = self.segment(wanted.segment);
-            placement = place::best(&segment, request, price);
+            places = Places::of(&segment, request);
         }
-        let Some(placement) = placement else {
+        if places.is_empty() {
             return Err(Error::AddressSpace { requested: wanted.bytes, reserved: self.space.bytes() });
-        };
+        }
         let soft = (self.soft_limit(wanted.bytes).saturating_sub(reserved) / GRANULE).min(hard);
-        let step = self.growth_step(reserved, handle_max, wanted.segment);
         // A wait for the device invalidates captures; growth alone was made safe when the capture began.
         let grow_only = self.quiesce && self.capture_under_way();
-        let moves = self.config.defrag != Defrag::Off && !grow_only;
-        let keep = placement.claim.start / UNITS_PER_GRANULE..placement.claim.end.div_ceil(UNITS_PER_GRANULE);
-        let mut found: Option<Vec<Victim>> = None;
-        // (budget, moves, re-chunking), in the order in which they are tried.
-        let mut rungs = vec![(soft, false, false)];
-        rungs.extend(moves.then_some((soft, true, false)));
-        if soft < hard {
-            rungs.push((soft, moves, true));
-            rungs.push((hard, false, false));
-            rungs.extend(moves.then_some((hard, true, false)));
-        }
-        // Above a limit that was lowered, nothing is created for what is released.
-        rungs.extend((reserved <= cap).then_some((hard, moves, true)));
-        rungs.retain(|(_, _, rechunk)| !grow_only || !rechunk);
-        for (rung, (budget, moves, rechunk)) in rungs.into_iter().enumerate() {
-            if rung == 1 {
-                // Before anything moves, huge blocks are cut after all.
-                if let Some(block) = self.take_fitting(&mut segment, wanted, false) {
-                    return Ok(Found::Fitting(block));
+        let large = wanted.segment < FIRST_POOL;
+        let terms = Terms {
+            budget: hard,
+            handle_max: self.handle_size(slow, soft, hard, wanted),
+            moves: self.config.defrag != Defrag::Off && !grow_only,
+            // Above a limit that was lowered, nothing is created for what is released.
+            rechunk: reserved <= cap && !grow_only,
+            step: self.growth_step(reserved, hard, large),
+            passed: self.epochs.passed(),
+            stale: large.then(|| self.history.now().saturating_sub(STALE_FREES)),
+        };
+        let idle = self.victims(slow, &segment, wanted, 0..0);
+        let budgets: &[Budget] =
+            if soft < hard { &[Budget::Soft, Budget::Least, Budget::Hard] } else { &[Budget::Hard] };
+        for budget in budgets {
+            for placement in places.iter().take(PLACES) {
+                let keep = granule_floor(placement.claim.start)..granule_ceil(placement.claim.end);
+                let apart = |victim: &&Victim| victim.home >= keep.end || victim.home + victim.granules <= keep.start;
+                let victims: Vec<Victim> = idle.iter().filter(apart).copied().collect();
+                let budget = match budget {
+                    Budget::Soft => soft,
+                    Budget::Least => {
+                        let missing: u64 = placement.missing.iter().map(|run| u64::from(run.end - run.start)).sum();
+                        let idle: u64 = victims.iter().map(|victim| u64::from(victim.granules)).sum();
+                        missing.saturating_sub(idle).max(soft).min(hard)
+                    }
+                    Budget::Hard => hard,
+                };
+                let terms = Terms { budget, ..terms };
+                if let Some(supply) = source::supply(&placement, slow.physical.cached(), &victims, terms) {
+                    return Ok(Found::Plan(segment, placement, supply));
                 }
-            }
-            let victims = if moves || rechunk {
-                found.get_or_insert_with(|| self.victims(slow, &segment, wanted, keep.clone())).clone()
-            } else {
-                Vec::new()
-            };
-            let terms = Terms { budget, handle_max: sized, moves, rechunk, step };
-            let passed = self.epochs.passed();
-            if let Some(supply) = source::supply(&placement, slow.physical.cached(), victims, terms, passed) {
-                return Ok(Found::Plan(segment, placement, supply));
             }
         }
         Ok(Found::Nothing)
     }
 
-    /// Largest handle to create for a segment, in granules.
-    fn handle_cap(&self, slow: &Slow, segment: &Segment, index: u16, asked: u64) -> u32 {
+    /// Largest handle to create for a request, in granules, while `soft` or (with moves) `hard` may be created.
+    fn handle_size(&self, slow: &Slow, soft: u64, hard: u64, wanted: &Wanted) -> u32 {
         let most = u32::try_from(self.config.handle_max / GRANULE).unwrap_or(u32::MAX).max(1);
-        if index != LARGE {
-            return most;
+        if wanted.segment >= FIRST_POOL {
+            // A small pool's granules come back one by one.
+            return if wanted.bytes <= self.config.small_limit { 1 } else { most };
         }
-        let bound = slow.limit.min(self.soft_limit(asked));
-        policy::handle_cap(bound / GRANULE, most, segment.taken_units, segment.gone_units)
+        let (most, headroom) = match (self.config.defrag, self.config.slack) {
+            (Defrag::Eager, _) => (most.min(EAGER_HANDLE), hard),
+            (Defrag::OnPressure, Some(_)) => (most, soft),
+            _ => (most, hard),
+        };
+        policy::handle_size(slow.limit / GRANULE, headroom, most, self.history.churn())
     }
 
     /// Bytes up to which growth may go before pages move instead; `u64::MAX`: no such bound.
     pub(super) fn soft_limit(&self, asked: u64) -> u64 {
-        let slack = match self.config.defrag {
-            Defrag::Eager => Some(self.config.slack.unwrap_or(EAGER_SLACK)),
-            Defrag::OnPressure => self.config.slack,
-            Defrag::Off => None,
+        let slack = match (self.config.defrag, self.config.slack) {
+            (Defrag::Off, _) => return u64::MAX,
+            (_, Some(slack)) => slack,
+            (Defrag::Eager, None) => EAGER_SLACK,
+            (Defrag::OnPressure, None) if asked >= HUGE_BYTES && !self.is_limited() => HUGE_SLACK,
+            (Defrag::OnPressure, None) => return u64::MAX,
         };
-        let Some(slack) = slack else { return u64::MAX };
-        ((self.counters.live().saturating_add(asked)) as f64 * (1.0 + slack)) as u64
+        let live = self.counters.live().saturating_add(asked).max(self.counters.most_live());
+        (live as f64 * (1.0 + slack)) as u64
     }
 
-    /// Granules to which the last handle of a growth step may be rounded up.
-    fn growth_step(&self, reserved: u64, handle_max: u32, segment: u16) -> u32 {
-        if segment != LARGE {
-            return 1;
-        }
+    /// Has a limit been set? Then memory up to it is there to be used.
+    fn is_limited(&self) -> bool {
+        self.config.limit.is_some() || self.limit.load(Relaxed) != self.device_limit
+    }
+
+    /// Granules that a growth step creates at least.
+    fn growth_step(&self, reserved: u64, headroom: u64, large: bool) -> u32 {
         let granules = match self.config.growth {
             Growth::Exact => 1,
             Growth::Step(bytes) => bytes / GRANULE,
             Growth::Geometric(factor) => (reserved as f64 * (factor - 1.0)) as u64 / GRANULE,
         };
-        u32::try_from(granules).unwrap_or(u32::MAX).clamp(1, handle_max)
+        if large { policy::growth_step(granules, headroom) } else { 1 }
     }
 
     /// Idle handles of all segments that the request may move.
@@ -325,8 +357,8 @@ impl Inner {
     pub(super) fn add_addresses(&self, wanted: &Wanted) -> Result<()> {
         let bytes = u64::from(wanted.len) * UNIT + GRANULE;
         let take = || {
-            if wanted.segment == LARGE {
-                self.space.take_low(LARGE, bytes)
+            if wanted.segment < FIRST_POOL {
+                self.space.take_low(wanted.segment, bytes)
             } else {
                 self.space.take_high(wanted.segment, bytes)
             }

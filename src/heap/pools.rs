@@ -301,7 +301,7 @@ impl Inner {
 
     /// Unmaps what lies idle in a spare segment, into the cache. Says whether memory is left there.
     fn drain(&self, slow: &mut Slow, index: u16) -> bool {
-        let claim = Claim { owner: u16::MAX, horizon: self.epochs.passed(), spare_huge: false };
+        let claim = Claim { owner: u16::MAX, horizon: self.epochs.passed() };
         if self.quiesce {
             // Edits need a quiet device: the memory waits for moves and trims, which see to that.
             return false;

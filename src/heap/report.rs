@@ -42,7 +42,7 @@ impl Inner {
 
     fn obstacles(&self, claim: Claim) -> Obstacles {
         let slow = self.slow.lock();
-        let all = Claim { owner: 0, horizon: u32::MAX, spare_huge: false };
+        let all = Claim { owner: 0, horizon: u32::MAX };
         let mut found = Obstacles::default();
         for index in self.segment_indices() {
             let segment = self.segment(index);

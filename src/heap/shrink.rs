@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering::Relaxed;
 impl Inner {
     /// Idle handles of all segments whose use has passed, longest idle first.
     fn idle(&self, slow: &Slow) -> Vec<Victim> {
-        let claim = Claim { owner: 0, horizon: self.epochs.passed(), spare_huge: false };
+        let claim = Claim { owner: 0, horizon: self.epochs.passed() };
         let mut idle: Vec<Victim> = Vec::new();
         for index in self.segment_indices() {
             let segment = self.segment(index);
@@ -106,7 +106,7 @@ impl Inner {
 
     /// Unmaps and releases one idle handle.
     fn give_back(&self, slow: &mut Slow, victim: &Victim) -> bool {
-        let claim = Claim { owner: 0, horizon: self.epochs.passed(), spare_huge: false };
+        let claim = Claim { owner: 0, horizon: self.epochs.passed() };
         let released = self.uncover(slow, claim, victim) && self.release_handle(slow, victim.handle).is_ok();
         if released {
             self.counters.handles_trimmed.fetch_add(1, Relaxed);

@@ -130,13 +130,13 @@ impl Space {
         Ok(())
     }
 
-    /// Hands a span of at least `bytes` from the bottom of the newest reservation to the large segment:
-    /// three quarters of what is left, so that small segments find room above. Unit range, or `None`.
+    /// Hands a span of at least `bytes` from the bottom of the newest reservation to a large segment: half
+    /// of what is left, so that the other one and small segments find room above. Unit range, or `None`.
     pub(crate) fn take_low(&self, segment: u16, bytes: u64) -> Option<(u32, u32)> {
         let mut spare = self.spare.lock();
         let free = spare.high - spare.low;
         let want = u32::try_from(bytes.div_ceil(SLOT)).ok()?;
-        let slots = want.max(free - free.div_ceil(4));
+        let slots = want.max(free / 2);
         if want > free || slots == 0 {
             return None;
         }

@@ -12,6 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 pub(crate) struct Counters {
     allocated: AtomicU64,
     requested: AtomicU64,
+    /// Peak before the last reset.
+    most_live: AtomicU64,
     peak_allocated: AtomicU64,
     peak_requested: AtomicU64,
     pub(crate) allocs: AtomicU64,
@@ -55,7 +57,13 @@ impl Counters {
         self.allocated.load(Relaxed)
     }
 
+    /// Most bytes that were ever in live blocks at once, whatever was reset.
+    pub(crate) fn most_live(&self) -> u64 {
+        self.most_live.load(Relaxed).max(self.peak_allocated.load(Relaxed))
+    }
+
     fn reset_peaks(&self) {
+        self.most_live.fetch_max(self.peak_allocated.load(Relaxed), Relaxed);
         self.peak_allocated.store(self.allocated.load(Relaxed), Relaxed);
         self.peak_requested.store(self.requested.load(Relaxed), Relaxed);
     }

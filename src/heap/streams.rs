@@ -1,6 +1,7 @@
 //! Streams that the heap knows: identity → slot and small pool.
 #![forbid(unsafe_code)]
 
+use super::inner::FIRST_POOL;
 use crate::backend::StreamId;
 use crate::error::{Error, Result};
 use parking_lot::RwLock;
@@ -24,8 +25,10 @@ enum Entry {
     Retired,
 }
 
-/// Segments of one heap; 0 is the large one.
-pub(crate) const SEGMENTS: u16 = 4096;
+/// Segments of one heap.
+pub(crate) const SEGMENTS: u16 = 4096 + FIRST_POOL;
+/// Streams that are known at a time.
+const SLOTS: u16 = 4095;
 
 #[derive(Debug, Default)]
 struct State {
@@ -40,7 +43,7 @@ struct State {
 
 impl State {
     fn fresh_segment(&mut self) -> Option<u16> {
-        self.next_small = Some(self.next_small + 1).filter(|next| *next < SEGMENTS)?;
+        self.next_small = Some((self.next_small + 1).max(FIRST_POOL)).filter(|next| *next < SEGMENTS)?;
         Some(self.next_small)
     }
 }
@@ -68,12 +71,12 @@ impl Streams {
         };
         let slot = match state.free_slots.pop() {
             Some(slot) => slot,
-            None if state.next_slot < SEGMENTS - 1 => {
+            None if state.next_slot < SLOTS => {
                 state.next_slot += 1;
                 state.next_slot
             }
             None => {
-                let why = format!("{} streams are known already; retire those that were destroyed", SEGMENTS - 1);
+                let why = format!("{SLOTS} streams are known already; retire those that were destroyed");
                 return Err(Error::DeadStream { stream: id.0, why });
             }
         };

@@ -21,7 +21,7 @@ pub(crate) struct Terms {
 pub(crate) fn addresses(segment: &Segment, granules: u32, claim: Claim) -> Option<Placement> {
     let request = super::place::Request { len: granules * UNITS_PER_GRANULE, align: UNITS_PER_GRANULE, claim };
     let whole = |missing: &[Range<u32>]| matches!(missing, [run] if run.end - run.start == granules);
-    super::place::best(segment, request, |missing| whole(missing).then_some(0))
+    super::place::Places::of(segment, request).iter().find(|place| whole(&place.missing))
 }
 
 /// The placement on an idle handle where it lies.

@@ -48,6 +48,13 @@ pub(crate) struct Victim {
     pub(crate) around: u32,
 }
 
+impl Victim {
+    /// Was it freed at `age` or before?
+    fn freed_by(&self, age: u32) -> bool {
+        self.age <= age
+    }
+}
+
 /// Where the memory of a run of granules comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Source {

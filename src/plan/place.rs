@@ -26,54 +26,88 @@ struct Piece {
     start: u32,
     end: u32,
     mapped: bool,
+    /// The last node of its span.
+    last: bool,
 }
 
-/// The best placement by `cost` (modelled cost of backing the given runs of granules), lowest first;
-/// among equals the smaller hole, then the lower address.
-pub(crate) fn best(
-    segment: &Segment,
-    request: Request,
-    mut cost: impl FnMut(&[Range<u32>]) -> Option<u64>,
-) -> Option<Placement> {
-    let mut best: Option<(u64, u64, Placement)> = None;
-    let mut hole: Vec<Piece> = Vec::new();
-    let mut consider = |hole: &[Piece]| {
-        let (Some(first), Some(last)) = (hole.first(), hole.last()) else { return };
-        let size = u64::from(last.end - first.start);
-        if size < u64::from(request.len) {
+/// Places for a request, the one that misses least first: each missing granule and each run of them counts
+/// one, a start in addresses that were never used half; among equals the smaller hole, then the lower address.
+#[derive(Debug, Default)]
+pub(crate) struct Places {
+    pieces: Vec<Piece>,
+    /// (score, size of the hole, start, pieces of the hole)
+    ranked: Vec<(u64, u32, u32, Range<usize>)>,
+    len: u32,
+}
+
+impl Places {
+    /// Every candidate of a segment, ranked.
+    pub(crate) fn of(segment: &Segment, request: Request) -> Self {
+        let mut places = Self { len: request.len, ..Self::default() };
+        let mut first = 0;
+        let mut end = u32::MAX;
+        for id in segment.iter() {
+            let node = &segment.nodes[id];
+            let usable = match node.kind {
+                Kind::Free => request.claim.may_take(node),
+                Kind::Unmapped => true,
+                _ => false,
+            };
+            // Spans may lie side by side by number and yet in different reservations: a hole ends with its span.
+            if !usable || node.start != end || node.prev == NIL {
+                places.close(first, request);
+                first = places.pieces.len();
+            }
+            if usable {
+                let last = node.next == NIL;
+                let mapped = node.kind == Kind::Free;
+                places.pieces.push(Piece { node: id, start: node.start, end: node.end(), mapped, last });
+            }
+            end = node.end();
+        }
+        places.close(first, request);
+        places.ranked.sort_unstable_by_key(|(score, size, start, _)| (*score, *size, *start));
+        places
+    }
+
+    /// Ranks the candidates of the hole that ends with the last piece.
+    fn close(&mut self, first: usize, request: Request) {
+        let hole = &self.pieces[first..];
+        let (Some(front), Some(back)) = (hole.first(), hole.last()) else { return };
+        let size = back.end - front.start;
+        if size < request.len {
+            self.pieces.truncate(first);
             return;
         }
+        // Beyond the last memory of a span lie addresses that were never used.
+        let used = hole.iter().rev().find(|piece| piece.mapped).map_or(front.start, |piece| piece.end);
         for start in candidates(hole, request) {
-            let placement = at(hole, start, request.len);
-            let Some(cost) = cost(&placement.missing) else { continue };
-            let better = best.as_ref().is_none_or(|(top, top_size, place)| {
-                (cost, size, placement.block.start) < (*top, *top_size, place.block.start)
-            });
-            if better {
-                best = Some((cost, size, placement));
-            }
+            let mut missing = 0;
+            runs(hole, start, request.len, |run| missing += u64::from(run.end - run.start) + 1);
+            let fresh = u64::from(back.last && start >= used);
+            self.ranked.push((2 * missing + fresh, size, start, first..self.pieces.len()));
         }
-    };
-    let mut end = u32::MAX;
-    for id in segment.iter() {
-        let node = &segment.nodes[id];
-        let usable = match node.kind {
-            Kind::Free => request.claim.may_take(node),
-            Kind::Unmapped => true,
-            _ => false,
-        };
-        // Spans may lie side by side by number and yet in different reservations: a hole ends with its span.
-        if !usable || node.start != end || node.prev == NIL {
-            consider(&hole);
-            hole.clear();
-        }
-        if usable {
-            hole.push(Piece { node: id, start: node.start, end: node.end(), mapped: node.kind == Kind::Free });
-        }
-        end = node.end();
     }
-    consider(&hole);
-    best.map(|(_, _, placement)| placement)
+
+    /// The places, best first.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Placement> + '_ {
+        self.ranked.iter().map(|(_, _, start, hole)| at(&self.pieces[hole.clone()], *start, self.len))
+    }
+
+    /// No hole holds the request.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ranked.is_empty()
+    }
+}
+
+/// Runs of granules without memory under a block.
+fn runs(hole: &[Piece], start: u32, len: u32, mut run: impl FnMut(Range<u32>)) {
+    let end = start + len;
+    for piece in hole.iter().skip_while(|piece| piece.end <= start).take_while(|piece| piece.start < end) {
+        if !piece.mapped {
+            run(granule_floor(piece.start.max(start))..granule_ceil(piece.end.min(end)));
+        }
+    }
 }
 
 /// Starts worth looking at in a hole: at each node's start and before each node's end.

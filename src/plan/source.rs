@@ -2,14 +2,16 @@
 #![forbid(unsafe_code)]
 
 use super::{Fill, Placement, Source, Supply, Victim};
-use crate::backend::cost;
 use crate::physical::Physical;
-use crate::policy::floor_pow2;
 use crate::segment::nodes::Kind;
 use crate::segment::{Claim, Segment};
-use crate::units::{GRANULE, UNITS_PER_GRANULE, granule_ceil, granule_floor};
+use crate::units::{UNITS_PER_GRANULE, granule_ceil, granule_floor};
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Range;
+
+/// Smaller idle handles are not moved before memory is created.
+const STALE_GRANULES: u32 = 4;
 
 /// What a plan may do. Sizes in granules.
 #[derive(Debug, Clone, Copy)]
@@ -22,19 +24,12 @@ pub(crate) struct Terms {
     pub(crate) moves: bool,
     /// Idle handles may be released to create smaller ones.
     pub(crate) rechunk: bool,
-    /// The last run may grow up to a multiple of this, where addresses and budget allow.
+    /// Growth is at least this, where addresses and budget allow.
     pub(crate) step: u32,
-}
-
-/// Handles that `granules` take when cut into powers of two of at most `max`.
-pub(crate) const fn pieces(granules: u32, max: u32) -> u32 {
-    granules / max + (granules % max).count_ones()
-}
-
-/// Modelled nanoseconds of backing runs of granules with handles of powers of two.
-pub(crate) fn price(missing: &[Range<u32>], handle_max: u32) -> u64 {
-    let per_handle = cost::grow_nanos(GRANULE);
-    missing.iter().map(|run| u64::from(pieces(run.end - run.start, handle_max)) * per_handle).sum()
+    /// Epoch up to which all streams have passed: memory freed later is not released.
+    pub(crate) passed: u32,
+    /// Idle memory of this age or older moves before new memory is created.
+    pub(crate) stale: Option<u32>,
 }
 
 /// Whole idle handles of a segment that the claim may take, without those behind `keep`; none of a capture
@@ -91,93 +86,148 @@ pub(crate) fn idle_handles(
     found
 }
 
-/// Chooses memory for what a placement misses. `victims` are whole idle handles; those whose epoch is
-/// at most `passed` may be released. `None` when the terms do not give enough.
+/// Chooses memory for what a placement misses; `None` when the terms do not give enough.
 pub(crate) fn supply(
     placement: &Placement,
     cached: impl Iterator<Item = (u32, usize)>,
-    mut victims: Vec<Victim>,
+    victims: &[Victim],
     terms: Terms,
-    passed: u32,
 ) -> Option<Supply> {
-    let mut out = Supply::default();
+    let mut runs = Runs(placement.missing.clone());
+    let mut fills = Vec::new();
     let mut cache: BTreeMap<u32, usize> = cached.collect();
+    for (&granules, count) in cache.iter_mut().rev() {
+        while *count > 0
+            && let Some(at) = runs.take(granules)
+        {
+            *count -= 1;
+            fills.push(Fill { at, granules, source: Source::Cached });
+        }
+    }
+    let mut out = Supply { fills, ..Supply::default() };
     let mut budget = terms.budget;
-    // Longest idle first; the order is total, so that equal runs plan alike.
-    victims.sort_unstable_by_key(|victim| (victim.age, victim.segment, victim.home));
-    let mut used = vec![false; victims.len()];
-    let last = placement.missing.len().wrapping_sub(1);
-    for (index, run) in placement.missing.iter().enumerate() {
-        let mut at = run.start;
-        while at < run.end {
-            let rest = run.end - at;
-            let fill = |granules, source| Fill { at, granules, source };
-            if let Some((&granules, count)) = cache.range_mut(..=rest).next_back() {
-                *count -= 1;
-                if *count == 0 {
-                    cache.remove(&granules);
-                }
-                out.fills.push(fill(granules, Source::Cached));
-                at += granules;
-                continue;
-            }
-            let most = u32::try_from(budget).unwrap_or(u32::MAX).min(terms.handle_max);
-            if most > 0 {
-                let mut granules = floor_pow2(u64::from(rest.min(most)));
-                // Growth beyond the request pays where addresses follow and memory is plenty.
-                if index == last && terms.step > 1 && rest < terms.step {
-                    let stepped = floor_pow2(u64::from(terms.step.min(most)));
-                    if stepped >= rest && stepped - rest <= placement.room {
-                        granules = stepped;
+    let missing = runs.missing();
+    if missing > budget {
+        let (mut need, mut drop_cached) = (missing - budget, Vec::new());
+        if terms.rechunk {
+            for (&granules, &count) in cache.iter().rev() {
+                for _ in 0..count {
+                    if need > 0 {
+                        drop_cached.push(granules);
+                        budget += u64::from(granules);
+                        need = need.saturating_sub(u64::from(granules));
                     }
                 }
-                budget -= u64::from(granules);
-                out.fills.push(fill(granules, Source::Create));
-                at += granules;
-                continue;
             }
-            if terms.moves {
-                let choice = (0..victims.len())
-                    .filter(|i| !used[*i] && victims[*i].granules <= rest)
-                    .max_by_key(|i| (victims[*i].granules, std::cmp::Reverse(*i)));
-                if let Some(choice) = choice {
-                    used[choice] = true;
-                    let victim = victims[choice];
-                    out.fills.push(fill(victim.granules, Source::Move(victim)));
-                    at += victim.granules;
-                    continue;
-                }
+        }
+        out.drop_cached = drop_cached;
+        if need > 0 {
+            budget += gather(victims, need, terms, &mut runs, &mut out)?;
+        }
+        if runs.missing() > budget {
+            return None;
+        }
+    } else if let Some(age) = terms.stale.filter(|_| terms.moves) {
+        let mut stale: Vec<&Victim> =
+            victims.iter().filter(|v| v.freed_by(age) && v.granules >= STALE_GRANULES).collect();
+        stale.sort_unstable_by_key(|victim| (victim.age, victim.segment, victim.home));
+        for victim in stale {
+            if let Some(at) = runs.take(victim.granules) {
+                out.fills.push(Fill { at, granules: victim.granules, source: Source::Move(*victim) });
             }
-            if !terms.rechunk {
-                return None;
+        }
+    }
+    let grown = placement.missing.last().map_or(0, |run| run.end);
+    for mut run in runs.0 {
+        let len = run.end - run.start;
+        // A little more than asked serves the next request at the same price.
+        if run.end == grown && missing <= terms.budget && (1..terms.step).contains(&len) {
+            let more = (terms.step - len).min(placement.room);
+            if len + more == terms.step && missing + u64::from(more) <= budget {
+                run.end += more;
             }
-            // Nothing fits: give a larger handle up and create what is missing in its stead.
-            if let Some((&granules, count)) = cache.iter_mut().next() {
-                *count -= 1;
-                if *count == 0 {
-                    cache.remove(&granules);
-                }
-                out.drop_cached.push(granules);
-                budget += u64::from(granules);
-                continue;
-            }
-            let choice = (0..victims.len())
-                .filter(|i| !used[*i] && victims[*i].epoch <= passed && victims[*i].releasable)
-                .min_by_key(|i| (victims[*i].granules < rest, victims[*i].granules, *i))?;
-            used[choice] = true;
-            out.release.push(victims[choice]);
-            budget += u64::from(victims[choice].granules);
+        }
+        while run.start < run.end {
+            let granules = (run.end - run.start).min(terms.handle_max);
+            out.fills.push(Fill { at: run.start, granules, source: Source::Create });
+            run.start += granules;
         }
     }
     Some(out)
+}
+
+/// Takes idle handles until `need` granules are found: those that fit where memory is missing move there, others
+/// are released. Returns the granules of those.
+///
+/// Few and large ones, but not larger than needed; among equals the longest idle.
+fn gather(victims: &[Victim], need: u64, terms: Terms, runs: &mut Runs, out: &mut Supply) -> Option<u64> {
+    let releasable = |victim: &Victim| terms.rechunk && victim.releasable && victim.epoch <= terms.passed;
+    let mut left: Vec<&Victim> = victims.iter().filter(|victim| terms.moves || releasable(victim)).collect();
+    // The order is total, so that equal runs plan alike.
+    left.sort_unstable_by_key(|v| (Reverse(u64::from(v.granules).min(need)), v.age, v.segment, v.home));
+    loop {
+        let mut taken: Vec<&Victim> = Vec::new();
+        let mut sum = 0;
+        for victim in &left {
+            if sum >= need {
+                break;
+            }
+            sum += u64::from(victim.granules);
+            taken.push(victim);
+        }
+        if sum < need {
+            return None;
+        }
+        taken.sort_by_key(|victim| Reverse(victim.granules));
+        let mut trial = runs.clone();
+        let (mut fills, mut release, mut useless) = (Vec::new(), Vec::new(), Vec::new());
+        for victim in taken {
+            if terms.moves
+                && let Some(at) = trial.take(victim.granules)
+            {
+                fills.push(Fill { at, granules: victim.granules, source: Source::Move(*victim) });
+            } else if releasable(victim) {
+                release.push(*victim);
+            } else {
+                useless.push(*victim);
+            }
+        }
+        if useless.is_empty() {
+            *runs = trial;
+            let freed = release.iter().map(|victim| u64::from(victim.granules)).sum();
+            out.fills.append(&mut fills);
+            out.release = release;
+            return Some(freed);
+        }
+        left.retain(|victim| !useless.contains(victim));
+    }
+}
+
+/// What is missing still: runs of granules.
+#[derive(Debug, Clone)]
+struct Runs(Vec<Range<u32>>);
+
+impl Runs {
+    fn missing(&self) -> u64 {
+        self.0.iter().map(|run| u64::from(run.end - run.start)).sum()
+    }
+
+    /// Cuts `granules` off the front of the shortest run that holds them.
+    fn take(&mut self, granules: u32) -> Option<u32> {
+        let fits = self.0.iter_mut().filter(|run| run.end - run.start >= granules);
+        let run = fits.min_by_key(|run| run.end - run.start)?;
+        let at = run.start;
+        run.start += granules;
+        Some(at)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn placement(run: Range<u32>) -> Placement {
-        Placement { first: 1, block: 0..1, claim: 0..1, missing: vec![run], room: 100 }
+    fn placement(runs: &[Range<u32>]) -> Placement {
+        Placement { first: 1, block: 0..1, claim: 0..1, missing: runs.to_vec(), room: 100 }
     }
 
     fn victim(handle: u32, granules: u32, age: u32) -> Victim {
@@ -194,32 +244,81 @@ mod tests {
         }
     }
 
-    const TERMS: Terms = Terms { budget: 0, handle_max: 32, moves: true, rechunk: true, step: 1 };
+    const TERMS: Terms =
+        Terms { budget: 0, handle_max: 32, moves: true, rechunk: true, step: 1, passed: 0, stale: None };
 
-    #[test]
-    fn creates_in_falling_sizes() {
-        let terms = Terms { budget: 100, ..TERMS };
-        let supply = supply(&placement(0..37), std::iter::empty(), Vec::new(), terms, 0).unwrap();
-        let sizes: Vec<u32> = supply.fills.iter().map(|fill| fill.granules).collect();
-        assert_eq!(sizes, [32, 4, 1]);
+    fn created(supply: &Supply) -> Vec<u32> {
+        supply.fills.iter().filter(|fill| fill.source == Source::Create).map(|fill| fill.granules).collect()
+    }
+
+    fn moved(supply: &Supply) -> Vec<u32> {
+        let handle = |fill: &Fill| if let Source::Move(victim) = fill.source { Some(victim.handle) } else { None };
+        supply.fills.iter().filter_map(handle).collect()
     }
 
     #[test]
-    fn moves_the_longest_idle_of_the_largest_that_fit() {
-        let list = vec![victim(1, 4, 9), victim(2, 4, 3), victim(3, 16, 1)];
-        let supply = supply(&placement(0..5), [(1, 1)].into_iter(), list, TERMS, 0).unwrap();
+    fn creates_the_largest_handles_and_a_rest() {
+        let terms = Terms { budget: 100, ..TERMS };
+        let supply = supply(&placement(&[0..37]), std::iter::empty(), &[], terms).unwrap();
+        assert_eq!(created(&supply), [32, 5]);
+    }
+
+    #[test]
+    fn growth_is_rounded_up_where_addresses_and_budget_allow() {
+        let terms = Terms { budget: 100, step: 32, ..TERMS };
+        let grown = |room, budget| {
+            let place = Placement { room, ..placement(&[0..5]) };
+            created(&supply(&place, std::iter::empty(), &[], Terms { budget, ..terms }).unwrap())
+        };
+        assert_eq!(grown(27, 100), [32]);
+        assert_eq!(grown(26, 100), [5]);
+        assert_eq!(grown(27, 31), [5]);
+    }
+
+    #[test]
+    fn moves_few_large_handles_and_no_more_than_are_needed() {
+        let list = [victim(1, 4, 9), victim(2, 4, 3), victim(3, 16, 1), victim(4, 1, 0)];
+        let place = placement(&[0..21]);
+        // One granule may be created; the cached one counts; of the two of four the longest idle goes.
+        let supply = supply(&place, [(1, 1)].into_iter(), &list, Terms { budget: 1, ..TERMS }).unwrap();
         assert_eq!(supply.fills[0].source, Source::Cached);
-        assert_eq!(supply.fills[1], Fill { at: 1, granules: 4, source: Source::Move(victim(2, 4, 3)) });
+        assert_eq!(moved(&supply), [3, 2]);
+        assert!(created(&supply).is_empty());
+    }
+
+    #[test]
+    fn what_does_not_fit_is_rechunked() {
+        let list = [victim(1, 3, 0), victim(2, 2, 1), victim(3, 2, 2)];
+        let supply = supply(&placement(&[0..4]), std::iter::empty(), &list, TERMS).unwrap();
+        assert_eq!((moved(&supply), created(&supply)), (vec![1], vec![1]));
+        assert_eq!(supply.release, [list[1]]);
     }
 
     #[test]
     fn rechunks_only_passed_handles() {
         let mut big = victim(3, 16, 1);
         big.epoch = 5;
-        let place = placement(0..2);
-        assert_eq!(supply(&place, std::iter::empty(), vec![big], TERMS, 4), None);
-        let supply = supply(&place, std::iter::empty(), vec![big], TERMS, 5).unwrap();
+        let place = placement(&[0..2]);
+        assert_eq!(supply(&place, std::iter::empty(), &[big], Terms { passed: 4, ..TERMS }), None);
+        let supply = supply(&place, std::iter::empty(), &[big], Terms { passed: 5, ..TERMS }).unwrap();
         assert_eq!(supply.release, [big]);
         assert_eq!(supply.fills, [Fill { at: 0, granules: 2, source: Source::Create }]);
+    }
+
+    #[test]
+    fn a_handle_that_neither_fits_nor_may_go_does_not_hide_others() {
+        let mut big = victim(3, 16, 1);
+        big.epoch = 5;
+        let list = [big, victim(1, 1, 7), victim(2, 1, 8)];
+        let supply = supply(&placement(&[0..2]), std::iter::empty(), &list, TERMS).unwrap();
+        assert_eq!((moved(&supply), supply.release.len()), (vec![1, 2], 0));
+    }
+
+    #[test]
+    fn stale_memory_moves_before_any_is_created() {
+        let list = [victim(1, 8, 10), victim(2, 8, 90), victim(3, 2, 1)];
+        let terms = Terms { budget: 100, stale: Some(50), ..TERMS };
+        let supply = supply(&placement(&[0..12]), std::iter::empty(), &list, terms).unwrap();
+        assert_eq!((moved(&supply), created(&supply)), (vec![1], vec![4]));
     }
 }

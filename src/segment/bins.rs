@@ -85,7 +85,8 @@ impl Bins {
         Some((level, self.subs[level].trailing_zeros() as usize))
     }
 
-    /// The shortest accepted block of at least `len` units (lowest address among equals), looking at
+    /// The accepted block of at least `len` units with the lowest score (lowest address among equals) in the
+    /// first bin that has one, looking at
     /// no more than `scan` blocks of a bin and `bins` bins. `accept` gives a score (lower is better) or
     /// refuses the block.
     pub(crate) fn best(

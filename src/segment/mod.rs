@@ -9,17 +9,17 @@ pub(crate) mod bins;
 mod merge;
 pub(crate) mod nodes;
 
+use crate::edges::Edges;
 use crate::units::{UNITS_PER_GRANULE, granule_ceil, granule_floor};
 use bins::Bins;
 use nodes::{Kind, NIL, Node, NodeId, Nodes};
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 /// Free blocks of one bin that a search looks at, and bins that it goes through.
 const SCAN: usize = 32;
 const BINS: usize = 4;
-/// Free blocks of this many units (256 MiB) and more are huge; a request of more than a quarter of one may cut it.
-const HUGE: u32 = 256 * 2048;
-const HUGE_RATIO: u32 = 4;
 
 /// Whose free memory a request may take.
 #[derive(Debug, Clone, Copy)]
@@ -28,8 +28,6 @@ pub(crate) struct Claim {
     pub(crate) owner: u16,
     /// Memory freed in this epoch or before is free for this stream, whoever freed it.
     pub(crate) horizon: u32,
-    /// Leave huge free blocks whole: growth, where it is possible, is cheaper than gathering them again.
-    pub(crate) spare_huge: bool,
 }
 
 impl Claim {
@@ -48,6 +46,27 @@ pub(crate) struct Stamp {
     pub(crate) epoch: u32,
 }
 
+/// What happened so far. Relaxed: nothing is ordered by it.
+#[derive(Debug, Default)]
+pub(crate) struct History {
+    /// Frees: the age of idle memory.
+    clock: AtomicU32,
+    /// Units that blocks were given, and that blocks gave back.
+    taken: AtomicU64,
+    freed: AtomicU64,
+}
+
+impl History {
+    pub(crate) fn now(&self) -> u32 {
+        self.clock.load(Relaxed)
+    }
+
+    /// Units given to blocks and given back by them.
+    pub(crate) fn churn(&self) -> (u64, u64) {
+        (self.taken.load(Relaxed), self.freed.load(Relaxed))
+    }
+}
+
 /// See the module's text.
 #[derive(Debug, Default)]
 pub(crate) struct Segment {
@@ -55,7 +74,8 @@ pub(crate) struct Segment {
     bins: Vec<Option<Box<Bins>>>,
     /// First node of each span.
     heads: Vec<NodeId>,
-    clock: u32,
+    /// Large segments share theirs.
+    pub(crate) history: Arc<History>,
     /// Units in free nodes.
     free_units: u64,
     /// Units freed since an epoch was closed.
@@ -64,13 +84,19 @@ pub(crate) struct Segment {
     pub(crate) live_blocks: u64,
     /// It belongs to a capture pool: nothing in it is ever moved, released or given to others (I11).
     pub(crate) private: bool,
-    /// Units that blocks were given, and that became free, so far. The second counts the rests of growth and of
-    /// moves too, so the policy sees memory as churning a little earlier than blocks alone would show.
-    pub(crate) taken_units: u64,
-    pub(crate) gone_units: u64,
 }
 
 impl Segment {
+    pub(crate) fn new(history: Arc<History>) -> Self {
+        Self { history, ..Self::default() }
+    }
+
+    /// Notes a block of `len` units that came into being.
+    pub(crate) fn note_block(&mut self, len: u32) {
+        self.live_blocks += 1;
+        self.history.taken.fetch_add(u64::from(len), Relaxed);
+    }
+
     /// Adds addresses without memory; they never merge with others.
     pub(crate) fn add_span(&mut self, start: u32, len: u32) {
         let id = self.nodes.insert(Node::new(Kind::Unmapped, start, len));
@@ -115,26 +141,29 @@ impl Segment {
         }
     }
 
-    /// Best fitting free block of the claim's own stream. `align` in units, a power of two.
-    pub(crate) fn find_own(&self, len: u32, align: u32, claim: Claim) -> Option<NodeId> {
-        self.find_in(claim.owner, len, align, claim)
+    /// Best fitting free block of the claim's own stream. `align` in units, a power of two. With `edges`, of blocks
+    /// about as long the one that opens least of handles that lie idle.
+    pub(crate) fn find_own(&self, len: u32, align: u32, claim: Claim, edges: Option<&Edges>) -> Option<NodeId> {
+        self.find_in(claim.owner, len, align, claim, edges)
     }
 
     /// Best fitting free block of any other stream that the claim may take.
-    pub(crate) fn find_passed(&self, len: u32, align: u32, claim: Claim) -> Option<NodeId> {
+    pub(crate) fn find_passed(&self, len: u32, align: u32, claim: Claim, edges: Option<&Edges>) -> Option<NodeId> {
         (0..self.bins.len() as u16)
             .filter(|owner| *owner != claim.owner)
-            .filter_map(|owner| self.find_in(owner, len, align, claim))
+            .filter_map(|owner| self.find_in(owner, len, align, claim, edges))
             .min_by_key(|id| (self.nodes[*id].len, self.nodes[*id].start))
     }
 
-    fn find_in(&self, owner: u16, len: u32, align: u32, claim: Claim) -> Option<NodeId> {
+    fn find_in(&self, owner: u16, len: u32, align: u32, claim: Claim, edges: Option<&Edges>) -> Option<NodeId> {
         let bins = self.bins.get(owner as usize)?.as_ref()?;
         let accept = |id: NodeId| {
             let node = &self.nodes[id];
             let fits = node.start.next_multiple_of(align) - node.start <= node.len - len;
-            let spared = claim.spare_huge && node.len >= HUGE && node.len / HUGE_RATIO >= len;
-            (fits && !spared && claim.may_take(node)).then_some(u64::from(node.len))
+            (fits && claim.may_take(node)).then(|| match edges {
+                Some(edges) => opened(edges, node, len),
+                None => u64::from(node.len),
+            })
         };
         bins.best(&self.nodes, len, SCAN, BINS, accept).or_else(|| {
             if align > 1 { bins.best(&self.nodes, len.checked_add(align)?, SCAN, BINS, accept) } else { None }
@@ -164,18 +193,19 @@ impl Segment {
             let rest = self.nodes.insert_after(live, rest);
             self.bin_insert(rest);
         }
-        self.live_blocks += 1;
-        self.taken_units += u64::from(len);
+        self.note_block(len);
         live
     }
 
     /// Turns a live, pending or busy node into free memory and merges it with its neighbours.
     pub(crate) fn free(&mut self, id: NodeId, stamp: Stamp, passed: u32) -> NodeId {
-        self.clock = self.clock.wrapping_add(1);
-        let clock = self.clock;
+        let clock = self.history.clock.fetch_add(1, Relaxed).wrapping_add(1);
         let node = &mut self.nodes[id];
         if node.kind == Kind::Live {
             self.live_blocks -= 1;
+        }
+        if matches!(node.kind, Kind::Live | Kind::Pending) {
+            self.history.freed.fetch_add(u64::from(node.len), Relaxed);
         }
         node.kind = Kind::Free;
         node.owner = stamp.owner;
@@ -183,7 +213,6 @@ impl Segment {
         node.age = clock;
         node.has_uses = false;
         self.freed_units += u64::from(node.len);
-        self.gone_units += u64::from(node.len);
         self.coalesce(id, passed)
     }
 
@@ -463,4 +492,22 @@ fn merged(a: Stamp, b: Stamp, passed: u32) -> Option<Stamp> {
     let later = if a.epoch >= b.epoch { a } else { b };
     let earlier = if a.epoch >= b.epoch { b } else { a };
     (a.owner == b.owner || earlier.epoch <= passed).then_some(later)
+}
+
+/// What taking `len` units from a free block's start costs in tightness: four times the units of idle handles that
+/// become partly live, and what is left of the block. Nothing where the block is taken whole.
+fn opened(edges: &Edges, node: &Node, len: u32) -> u64 {
+    if node.len == len {
+        return 0;
+    }
+    let handle = |granule: u32| {
+        let (start, end) = (edges.start(granule), edges.end(granule));
+        let idle = start * UNITS_PER_GRANULE >= node.start && end * UNITS_PER_GRANULE <= node.end();
+        (start, end, idle)
+    };
+    let (start, end, idle) = handle(granule_floor(node.start));
+    let low = if idle { start } else { end };
+    let (start, end, idle) = handle(granule_ceil(node.start + len) - 1);
+    let high = if idle { end } else { start };
+    4 * u64::from(high.saturating_sub(low)) * u64::from(UNITS_PER_GRANULE) + u64::from(node.len - len)
 }
