@@ -168,7 +168,7 @@ impl Inner {
     pub(crate) fn claim_elsewhere(&self, wanted: &Wanted) -> Claim {
         let claim = self.claim(wanted.stream);
         // No stream has this slot; a wait of the asking stream on the device holds for no replay.
-        let proven = Claim { owner: u16::MAX, horizon: claim.horizon.min(self.epochs.passed()), ..claim };
+        let proven = Claim { owner: u16::MAX, horizon: claim.horizon.min(self.epochs.passed()) };
         if wanted.proof { proven } else { claim }
     }
 
