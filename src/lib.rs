@@ -20,6 +20,10 @@ mod policy;
 pub mod replay;
 mod segment;
 #[cfg(feature = "cli")]
+mod subjects;
+#[cfg(feature = "cli")]
+mod suite;
+#[cfg(feature = "cli")]
 pub mod trace;
 pub mod units;
 

@@ -250,7 +250,7 @@ fn bad_usage_and_input_are_status_2_with_advice() {
 
 #[test]
 fn help_has_an_example_for_every_command() {
-    for command in ["replay", "least", "conf", "info"] {
+    for command in ["replay", "least", "bench", "conf", "info"] {
         let output = xseg(&[command, "--help"]);
         assert_eq!(output.status.code(), Some(0));
         assert!(out(&output).contains("Example"), "{command}");

@@ -20,6 +20,7 @@ pub mod cost;
 pub mod cuda;
 pub(crate) mod driver;
 pub mod fault;
+pub mod gauge;
 pub mod host;
 #[cfg(feature = "cli")]
 pub mod inject;

@@ -3,6 +3,7 @@
 
 use super::{Figures, SubjectError};
 use crate::backend::cost;
+use crate::backend::gauge::{Backing, MappedRange, Picture};
 use crate::backend::sim::{SimBackend, SimOptions};
 use crate::backend::timeline::Timeline;
 use crate::backend::{Backend, EventScope, PhysicalAllocation, StreamId};
@@ -38,11 +39,13 @@ pub(super) struct Device {
     /// Address → bytes of what `cudaMalloc` gave.
     mallocs: BTreeMap<u64, u64>,
     next_malloc: u64,
-    /// Address → handle and bytes.
-    mappings: BTreeMap<u64, (PhysicalAllocation, u64)>,
+    mappings: Picture,
     /// Handle → bytes.
     handles: BTreeMap<u64, u64>,
     reservations: Vec<(u64, u64)>,
+    /// Streams that the host has waited for since the client's last call (`None`: all of them): nothing was
+    /// queued since, so that a second wait takes no time.
+    settled: Vec<Option<u64>>,
 }
 
 impl From<DriverError> for SubjectError {
@@ -62,9 +65,10 @@ impl Device {
             figures: Figures::default(),
             mallocs: BTreeMap::new(),
             next_malloc: 1 << 52,
-            mappings: BTreeMap::new(),
+            mappings: Picture::default(),
             handles: BTreeMap::new(),
             reservations: Vec::new(),
+            settled: Vec::new(),
         }
     }
 
@@ -122,8 +126,17 @@ impl Device {
         }
     }
 
+    /// The client calls: it may have queued work since its last call.
+    pub(super) fn called(&mut self) {
+        self.settled.clear();
+    }
+
     /// Lets the host wait for all work of `stream`, or of the device.
     pub(super) fn synchronize(&mut self, stream: Option<u64>) {
+        if self.settled.contains(&None) || self.settled.contains(&stream) {
+            return;
+        }
+        self.settled.push(stream);
         let all = || self.timeline.completion(EventScope::Context);
         self.wait_until(stream.map_or_else(all, |id| self.passed(id)));
     }
@@ -175,6 +188,14 @@ impl Device {
         self.price_free(bytes);
     }
 
+    /// What is mapped where, by address.
+    pub(super) fn ranges(&self) -> Vec<MappedRange> {
+        let whole = |(&address, &bytes): (&u64, &u64)| MappedRange { address, bytes, backing: Backing::First };
+        let mut ranges: Vec<MappedRange> = self.mallocs.iter().map(whole).chain(self.mappings.ranges()).collect();
+        ranges.sort_unstable_by_key(|range| range.address);
+        ranges
+    }
+
     /// Addresses with nothing behind them.
     pub(super) fn reserve(&mut self, bytes: u64) -> Result<u64, SubjectError> {
         let address = self.sim.reserve(bytes)?;
@@ -203,13 +224,13 @@ impl Device {
         unsafe { self.sim.set_access(at, bytes) }?;
         self.count(DriverCall::Map, bytes);
         self.count(DriverCall::SetAccess, bytes);
-        self.mappings.insert(at, (handle, bytes));
+        self.mappings.mapped(at, handle, bytes);
         Ok(())
     }
 
     /// Unmaps what is mapped at exactly this address and says which handle that was.
     pub(super) fn unmap(&mut self, at: u64) -> Result<(PhysicalAllocation, u64), SubjectError> {
-        let Some((handle, bytes)) = self.mappings.remove(&at) else {
+        let Some((handle, bytes)) = self.mappings.unmapped(at) else {
             return Err(SubjectError::Other(format!("nothing is mapped at {at:#x}")));
         };
         // SAFETY: one whole mapping of this table; the simulated driver refuses one that is in use.
@@ -220,7 +241,7 @@ impl Device {
 
     /// The handle that is mapped at exactly this address.
     pub(super) fn mapped(&self, at: u64) -> Result<PhysicalAllocation, SubjectError> {
-        let known = self.mappings.get(&at).map(|(handle, _)| *handle);
+        let known = self.mappings.at(at).map(|(handle, _)| handle);
         known.ok_or_else(|| SubjectError::Other(format!("nothing is mapped at {at:#x}")))
     }
 
@@ -250,6 +271,7 @@ impl Device {
             // SAFETY: a handle of this table, which forgets it here.
             unsafe { self.sim.release(handle, bytes) }?;
             self.count(DriverCall::Release, bytes);
+            self.mappings.released(handle);
             self.reserved(-(bytes as i64));
         }
         Ok(())
@@ -262,7 +284,7 @@ impl Device {
         while let Some((&at, _)) = self.mallocs.iter().next() {
             self.malloc_free(at);
         }
-        while let Some((&at, _)) = self.mappings.iter().next() {
+        while let Some(at) = self.mappings.lowest() {
             self.unmap(at)?;
         }
         while let Some((&handle, _)) = self.handles.iter().next() {

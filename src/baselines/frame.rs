@@ -3,6 +3,7 @@
 use super::device::Device;
 use super::pending::Pending;
 use super::{Figures, Subject, SubjectError};
+use crate::backend::gauge::{Gauge, MappedRange};
 
 /// How one design places blocks. Sizes in bytes.
 pub(super) trait Policy: std::fmt::Debug + Send {
@@ -66,6 +67,7 @@ impl<P: Policy> Subject for Frame<P> {
     }
 
     fn alloc(&mut self, bytes: u64, stream: u64) -> Result<u64, SubjectError> {
+        self.device.called();
         for address in self.pending.passed(&self.device) {
             self.policy.give(&mut self.device, address)?;
         }
@@ -84,6 +86,7 @@ impl<P: Policy> Subject for Frame<P> {
     }
 
     fn free(&mut self, address: u64) -> Result<(), SubjectError> {
+        self.device.called();
         let (size, _) = self.live(address)?;
         self.device.freed(size);
         if self.pending.holds(&self.device, address) {
@@ -102,6 +105,15 @@ impl<P: Policy> Subject for Frame<P> {
     fn figures(&self) -> Figures {
         let figures = self.device.figures;
         Figures { driver_nanos: figures.driver_nanos + self.policy.owed(), ..figures }
+    }
+
+    fn gauge(&self) -> Gauge {
+        let Figures { allocated, reserved, driver_nanos, .. } = self.device.figures;
+        Gauge { allocated, reserved, driver_nanos }
+    }
+
+    fn ranges(&self) -> Vec<MappedRange> {
+        self.device.ranges()
     }
 
     fn finish(&mut self) -> Result<u64, SubjectError> {

@@ -6,6 +6,7 @@
 #![deny(unsafe_code)]
 
 pub use crate::backend::DriverCalls;
+use crate::backend::gauge::{Gauge, MappedRange};
 use crate::backend::timeline::Timeline;
 
 mod blocks;
@@ -105,6 +106,12 @@ pub trait Subject: std::fmt::Debug + Send {
 
     /// What was used so far.
     fn figures(&self) -> Figures;
+
+    /// What it holds and has cost now, cheaper than [`Subject::figures`] and without what is still owed.
+    fn gauge(&self) -> Gauge;
+
+    /// What is mapped where, by address.
+    fn ranges(&self) -> Vec<MappedRange>;
 
     /// Gives all memory back, also that of live blocks, and says how many modelled nanoseconds it took.
     ///

@@ -1,6 +1,7 @@
 //! Baselines as what a replay runs.
 
 use super::{Subject, SubjectError};
+use crate::backend::gauge::{Gauge, MappedRange};
 use crate::backend::timeline::Timeline;
 use crate::replay;
 
@@ -57,6 +58,14 @@ impl replay::Subject for Replayed {
             bytes_copied: figures.bytes_copied,
             detail: serde_json::json!({ "retries": figures.retries }),
         }
+    }
+
+    fn gauge(&self) -> Gauge {
+        self.0.gauge()
+    }
+
+    fn ranges(&self) -> Vec<MappedRange> {
+        self.0.ranges()
     }
 
     fn finish(&mut self) -> Result<(), replay::SubjectError> {

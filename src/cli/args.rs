@@ -84,7 +84,7 @@ pub(super) enum Limit {
     Times(Ratio),
 }
 
-fn limit(text: &str) -> Result<Limit, String> {
+pub(super) fn limit(text: &str) -> Result<Limit, String> {
     match text.strip_suffix('x') {
         Some(factor) => Ratio::parse(factor).map(Limit::Times).ok_or_else(|| "write a factor such as 1.02x".to_owned()),
         None => {

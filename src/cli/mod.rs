@@ -5,11 +5,11 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod bench;
 mod files;
 mod progress;
 mod run;
 mod show;
-mod subjects;
 mod tables;
 
 use args::{ConfArgs, InfoArgs, RunArgs};
@@ -39,6 +39,9 @@ enum Command {
     /// Find the least memory limit at which a trace completes.
     #[command(after_help = args::LEAST_EXAMPLES)]
     Least(RunArgs),
+    /// Run the defragmentation suite: every allocator on every workload, with a page of HTML.
+    #[command(after_help = bench::EXAMPLES)]
+    Bench(bench::BenchArgs),
     /// Show every key of XSEG_CONF with its meaning, default and present value.
     #[command(after_help = "Example: XSEG_CONF=limit:40G xseg conf")]
     Conf(ConfArgs),
@@ -74,11 +77,29 @@ impl From<crate::Error> for Failure {
 /// Runs the command that the process's arguments name. For `main`; exits by itself on `--help`.
 #[must_use]
 pub fn main() -> ExitCode {
-    let cli = Cli::parse();
+    run_command(&Cli::parse().command)
+}
+
+/// Runs `xseg bench` with the process's arguments. For the bench target `defrag`, to which cargo gives
+/// `--bench` where benches are run. Where they are only tested it gives nothing: then a small part is run, whose
+/// files go to `folder`.
+#[must_use]
+pub fn bench_main(folder: &str) -> ExitCode {
+    let (mark, mut own): (Vec<String>, Vec<String>) = std::env::args().skip(1).partition(|word| word == "--bench");
+    if mark.is_empty() && own.is_empty() {
+        let part = ["--quick", "--workload", "s01-two-gaps,s08-vpmm", "--skip", "moving", "--out", folder];
+        own = part.map(str::to_owned).to_vec();
+    }
+    let command = ["xseg", "bench"].map(str::to_owned);
+    run_command(&Cli::parse_from(command.into_iter().chain(own)).command)
+}
+
+fn run_command(command: &Command) -> ExitCode {
     let mut out = io::stdout().lock();
-    let result = match &cli.command {
+    let result = match command {
         Command::Replay(args) => run::replay(args, &mut out),
         Command::Least(args) => run::least(args, &mut out),
+        Command::Bench(args) => bench::bench(args, &mut out),
         Command::Conf(args) => show::conf(args, &mut out),
         Command::Info(args) => show::info(args, &mut out),
     };

@@ -1,6 +1,7 @@
 //! A bar on long work, on a terminal only.
 #![forbid(unsafe_code)]
 
+use crate::suite;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
 use std::time::Duration;
@@ -30,7 +31,7 @@ impl Progress {
     /// Work of `length` steps.
     pub(super) fn bar(&self, what: String, length: u64) {
         // The template is fixed; a bad one would leave the style as it is.
-        if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {percent:>3} % {eta}") {
+        if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {percent:>3} %, {eta} left") {
             self.0.set_style(style);
         }
         self.0.set_length(length);
@@ -45,6 +46,40 @@ impl Progress {
     /// Takes the bar off the screen while `print` writes to it.
     pub(super) fn aside<T>(&self, print: impl FnOnce() -> T) -> T {
         self.0.suspend(print)
+    }
+}
+
+/// Progress of a whole suite, with the time that is left. Any thread may tell it.
+#[derive(Debug)]
+pub(super) struct Bar(Progress);
+
+impl Bar {
+    pub(super) fn new() -> Self {
+        Self(Progress::new())
+    }
+
+    /// Work of unknown length.
+    pub(super) fn spin(&self, what: &str) {
+        self.0.spin(what.to_owned());
+    }
+
+    /// See [`Progress::aside`].
+    pub(super) fn aside<T>(&self, print: impl FnOnce() -> T) -> T {
+        self.0.aside(print)
+    }
+}
+
+impl suite::Progress for Bar {
+    fn length(&self, events: u64) {
+        self.0.bar(String::new(), events);
+    }
+
+    fn done(&self, events: u64) {
+        self.0.0.inc(events);
+    }
+
+    fn doing(&self, what: &str) {
+        self.0.0.set_message(what.to_owned());
     }
 }
 

@@ -3,11 +3,11 @@
 
 use super::args::{self, RunArgs};
 use super::progress::Progress;
-use super::subjects::{self, Request, subject_for};
 use super::{Failure, complain, files, tables};
 use crate::backend::BackendKind;
 use crate::config::Config;
 use crate::replay::{Options, Outcome, Report, least};
+use crate::subjects::{self, Request, subject_for};
 use crate::trace::Trace;
 use std::io::Write;
 
@@ -117,6 +117,7 @@ impl<'a> Session<'a> {
             lag: self.args.gpu_lag,
             verify: self.args.verify,
             fault: self.args.inject,
+            watch: false,
             one_stream: trace.streams.len() == 1,
         };
         let mut opened = subject_for(&request)?;

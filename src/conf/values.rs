@@ -25,6 +25,11 @@ impl Ratio {
         decimal(text).map(|(scaled, scale)| Self { scaled, scale })
     }
 
+    /// The number itself, as near as 64 bits come.
+    pub(crate) fn value(self) -> f64 {
+        self.scaled as f64 / self.scale as f64
+    }
+
     /// This many times `bytes`, rounded down; the largest number where it is more.
     pub(crate) fn of(self, bytes: u64) -> u64 {
         let times = self.scaled.saturating_mul(u128::from(bytes)) / self.scale;

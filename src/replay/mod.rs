@@ -16,7 +16,7 @@ mod tests;
 pub use device::{AccessFault, Device, Findings, MemoryAccess};
 pub use report::Report;
 pub use stamp::{Piece, STAMP};
-pub use subject::{DriverCalls, Figures, Subject, SubjectError};
+pub use subject::{Backing, DriverCalls, Figures, Gauge, MappedRange, Subject, SubjectError};
 
 use crate::backend::timeline::Timeline;
 use crate::trace::{Action, Trace};

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub use crate::backend::DriverCalls;
+pub use crate::backend::gauge::{Backing, Gauge, MappedRange};
 
 /// Why an allocator refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -71,6 +72,18 @@ pub trait Subject {
 
     /// What it did so far.
     fn figures(&self) -> Figures;
+
+    /// What it holds and has cost now. By default from [`Subject::figures`]; an allocator for which that is
+    /// dear, or does deferred work, answers by itself.
+    fn gauge(&self) -> Gauge {
+        let Figures { allocated, reserved, driver_nanos, .. } = self.figures();
+        Gauge { allocated, reserved, driver_nanos }
+    }
+
+    /// What is mapped where, by address; nothing where it is not known.
+    fn ranges(&self) -> Vec<MappedRange> {
+        Vec::new()
+    }
 
     /// Gives everything back to the driver, live blocks too; no other call but `figures` follows.
     ///

@@ -252,6 +252,21 @@ driver! {
         s.used[device] -= bytes;
         Ok(())
     }
+    fn cuMemAllocAsync(address: *mut u64, bytes: u64, stream: u64) Relaxed [bytes, stream] |s| {
+        s.stream(stream)?;
+        let start = s.fresh(0x10_0000_0000, 1 << 32);
+        s.plain.insert(start, 0);
+        out!(address, start)
+    }
+    fn cuMemFreeAsync(address: u64, stream: u64) Relaxed [address, stream] |s| { s.plain.remove(&address).map(drop).ok_or(INVALID_VALUE) }
+    fn cuMemAllocManaged(address: *mut u64, bytes: u64, flags: u32) Relaxed [bytes, u64::from(flags)] |s| {
+        let start = s.fresh(0x10_0000_0000, 1 << 32);
+        s.plain.insert(start, 0);
+        out!(address, start)
+    }
+    fn cuDeviceGetDefaultMemPool(pool: *mut u64, device: i32) Init [device as u64] |s| { out!(pool, 0x4000_0000) }
+    fn cuMemPoolSetAttribute(pool: u64, attribute: u32, _value: *mut u64) Init [pool, u64::from(attribute)] |s| { Ok(()) }
+    fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: u64) Context [to, from, bytes as u64, stream] |s| { s.stream(stream).map(drop) }
     fn cuMemHostAlloc(memory: *mut u64, bytes: usize, flags: u32) Relaxed [bytes as u64, u64::from(flags)] |s| {
         let mut block = vec![0u128; bytes.div_ceil(16)];
         let address = block.as_mut_ptr().expose_provenance() as u64;

@@ -28,6 +28,7 @@ use sys::{Access, Api, Attribute, MemoryKind, STREAM_LEGACY, STREAM_PER_THREAD};
 mod adopt;
 mod enter;
 mod events;
+pub mod kinds;
 pub mod memory;
 mod probe;
 mod streams;

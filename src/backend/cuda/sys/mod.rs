@@ -10,9 +10,11 @@ use std::ffi::{c_char, c_int, c_void};
 use std::ptr::{null_mut, with_exposed_provenance_mut};
 use std::sync::OnceLock;
 
+mod kinds;
 mod memory;
 mod module;
 
+pub(crate) use kinds::KIND_CALLS;
 pub(crate) use memory::{Access, MemoryKind};
 pub(crate) use module::MODULE_CALLS;
 

@@ -1,6 +1,7 @@
 //! From the name of an allocator to one on a backend, ready to replay.
 #![forbid(unsafe_code)]
 
+use crate::backend::gauge::GaugeBackend;
 use crate::backend::host::{HostBackend, HostOptions};
 use crate::backend::inject::{Fault, InjectBackend};
 use crate::backend::sim::{SimBackend, SimOptions};
@@ -10,52 +11,60 @@ use crate::baselines;
 use crate::config::{BackendChoice, Config, SizeOrShare};
 use crate::error::Error;
 use crate::heap::Heap;
-use crate::replay::{Device, Figures, MemoryAccess, Subject, SubjectError};
+use crate::replay::{Device, Figures, Gauge, MappedRange, MemoryAccess, Subject, SubjectError};
+use crate::units::UNIT;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// What is wanted.
 #[derive(Debug, Clone)]
-pub(super) struct Request<'a> {
+pub(crate) struct Request<'a> {
     /// Its name.
-    pub(super) allocator: &'a str,
+    pub(crate) allocator: &'a str,
     /// Policy, with the backend and the limit.
-    pub(super) config: Config,
+    pub(crate) config: Config,
     /// Lag of the device.
-    pub(super) lag: Duration,
+    pub(crate) lag: Duration,
     /// Stamps are to be written and checked.
-    pub(super) verify: bool,
+    pub(crate) verify: bool,
     /// What is to be broken.
-    pub(super) fault: Option<Fault>,
+    pub(crate) fault: Option<Fault>,
+    /// [`Subject::gauge`] and [`Subject::ranges`] will be asked for often.
+    pub(crate) watch: bool,
     /// The trace has one stream.
-    pub(super) one_stream: bool,
+    pub(crate) one_stream: bool,
 }
 
 /// An allocator on a backend.
-pub(super) struct Opened {
-    pub(super) subject: Box<dyn Subject>,
+pub(crate) struct Opened {
+    pub(crate) subject: Box<dyn Subject>,
     /// The backend's clock, where it is virtual.
-    pub(super) clock: Option<Timeline>,
+    pub(crate) clock: Option<Timeline>,
     /// In a verified replay.
-    pub(super) device: Option<Device>,
-    pub(super) backend: BackendKind,
+    pub(crate) device: Option<Device>,
+    pub(crate) backend: BackendKind,
 }
 
 /// Every allocator by name.
-pub(super) fn names() -> Vec<&'static str> {
+pub(crate) fn names() -> Vec<&'static str> {
     std::iter::once("xseg").chain(baselines::NAMES.iter().copied()).collect()
 }
 
 /// Opens a backend and an allocator on it.
-pub(super) fn subject_for(request: &Request<'_>) -> Result<Opened, String> {
+pub(crate) fn subject_for(request: &Request<'_>) -> Result<Opened, String> {
     if request.allocator != "xseg" {
         return baseline_for(request);
     }
     let ground = Ground::open(request)?;
-    let Ground { backend, clock, device, left, stream } = ground;
+    let Ground { mut backend, clock, device, left, stream } = ground;
     let kind = backend.kind();
-    let subject =
-        Box::new(Xseg::new(request.config.clone(), backend, left, stream).map_err(|error| error.to_string())?);
+    let watch = request.watch.then(|| Arc::new(GaugeBackend::new(backend.clone())));
+    if let Some(watch) = &watch {
+        backend = watch.clone();
+    }
+    let heap = Heap::builder().config(request.config.clone()).backend(backend).build();
+    let heap = heap.map_err(|error| error.to_string())?;
+    let subject = Box::new(Xseg { heap, left, stream, watch, allocated: 0 });
     Ok(Opened { subject, clock, device, backend: kind })
 }
 
@@ -76,7 +85,7 @@ fn baseline_for(request: &Request<'_>) -> Result<Opened, String> {
 }
 
 /// The limit in bytes that `config` names, if it names one.
-pub(super) fn limit_of(config: &Config) -> Option<u64> {
+pub(crate) fn limit_of(config: &Config) -> Option<u64> {
     match config.limit {
         Some(SizeOrShare::Bytes(bytes)) => Some(bytes),
         _ => None,
@@ -193,12 +202,9 @@ struct Xseg {
     heap: Heap,
     left: Left,
     stream: StreamOf,
-}
-
-impl Xseg {
-    fn new(config: Config, backend: Arc<dyn Backend>, left: Left, stream: StreamOf) -> crate::Result<Self> {
-        Ok(Self { heap: Heap::builder().config(config).backend(backend).build()?, left, stream })
-    }
+    watch: Option<Arc<GaugeBackend>>,
+    /// Bytes in live blocks, where there is a watch.
+    allocated: u64,
 }
 
 impl From<Error> for SubjectError {
@@ -217,10 +223,15 @@ impl Subject for Xseg {
 
     fn alloc(&mut self, bytes: u64, stream: u64) -> Result<u64, SubjectError> {
         let stream = (self.stream)(stream)?;
-        Ok(self.heap.alloc_raw(bytes, stream)?)
+        let address = self.heap.alloc_raw(bytes, stream)?;
+        self.allocated += bytes.max(1).next_multiple_of(UNIT);
+        Ok(address)
     }
 
     fn free(&mut self, address: u64) -> Result<(), SubjectError> {
+        if self.watch.is_some() {
+            self.allocated -= self.heap.block_size(address)?.1;
+        }
         Ok(self.heap.free_raw(address)?)
     }
 
@@ -246,6 +257,20 @@ impl Subject for Xseg {
             bytes_copied: stats.bytes_copied,
             detail: serde_json::Value::Null,
         }
+    }
+
+    fn gauge(&self) -> Gauge {
+        match &self.watch {
+            Some(watch) => Gauge { allocated: self.allocated, reserved: watch.reserved(), driver_nanos: watch.nanos() },
+            None => {
+                let Figures { allocated, reserved, driver_nanos, .. } = self.figures();
+                Gauge { allocated, reserved, driver_nanos }
+            }
+        }
+    }
+
+    fn ranges(&self) -> Vec<MappedRange> {
+        self.watch.as_ref().map_or_else(Vec::new, |watch| watch.ranges())
     }
 
     fn finish(&mut self) -> Result<(), SubjectError> {

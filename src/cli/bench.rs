@@ -1,0 +1,257 @@
+//! `xseg bench` and `cargo bench --bench defrag`.
+#![forbid(unsafe_code)]
+
+use super::args::{self, Limit};
+use super::progress::Bar;
+use super::{Failure, complain, files};
+use crate::backend::cost::MODEL;
+use crate::conf::duration;
+use crate::suite::report::{self, Report, Setup};
+use crate::suite::workloads::{CATALOGUE, Workload};
+use crate::suite::{self, Least, Options, classic, moving};
+use crate::trace::Trace;
+use clap::Args;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  xseg bench traces                      the shipped traces through every allocator, with a page of HTML
+  xseg bench my_snapshot.pickle          the same for a PyTorch snapshot of yours
+  xseg bench --quick                     generated workloads and shipped traces, shortened, in under a minute
+  xseg bench --workload moe-skew,zero3 --allocator xseg,torch-expandable --limit 1.01x
+  xseg bench --list                      the generated workloads
+
+Without TRACE and --workload all generated workloads run, and the shipped traces if the folder `traces` is here.";
+
+/// Arguments of `bench`.
+#[derive(Debug, Args)]
+pub(super) struct BenchArgs {
+    /// Trace files (.trace, PyTorch snapshot .pickle, each also .xz or .zst) or folders of them
+    #[arg(value_name = "TRACE")]
+    traces: Vec<PathBuf>,
+    /// Generated workloads by name, or `all`, or `none`
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    workload: Vec<String>,
+    /// Allocators by name, or `all`; `xseg-host` is xseg on host memory, really remapped and verified
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', default_value = "all")]
+    allocator: Vec<String>,
+    /// The limit for the runs with little memory: a size such as 40G, or a factor of each peak such as 1.02x
+    #[arg(long, value_name = "SIZE|FACTORx", value_parser = args::limit, default_value = "1.02x")]
+    limit: Limit,
+    /// Settings of xseg over those of `XSEG_CONF`, in the same form: key:value,key:value
+    #[arg(long, value_name = "CONF")]
+    conf: Option<String>,
+    /// Work is done this long after it was queued, in trace time
+    #[arg(long, value_name = "DURATION", value_parser = duration, default_value = "5ms")]
+    gpu_lag: Duration,
+    /// Seed of the generated workloads
+    #[arg(long, value_name = "NUMBER", default_value_t = 1)]
+    seed: u64,
+    /// Short workloads, the two shortest shipped traces, least memory to 0.5 %: under a minute on two cores
+    #[arg(long)]
+    quick: bool,
+    /// Leave parts out: least (the search for the least memory), moving, classic
+    #[arg(long, value_name = "PARTS", value_delimiter = ',', value_parser = ["least", "moving", "classic"])]
+    skip: Vec<String>,
+    /// Folder for report.html, report.json and rows.csv
+    #[arg(long, value_name = "DIR", default_value = "xseg-bench")]
+    out: PathBuf,
+    /// Threads; as many as there are cores by default
+    #[arg(long, value_name = "NUMBER")]
+    jobs: Option<usize>,
+    /// Print one JSON object a line for each workload and allocator instead of tables
+    #[arg(long)]
+    json: bool,
+    /// List the generated workloads and stop
+    #[arg(long)]
+    list: bool,
+}
+
+/// Rounds of generated workloads, of a full run and of a quick one.
+const ROUNDS: [u64; 2] = [3, 1];
+/// Shipped traces of a quick run.
+const QUICK_TRACES: [&str; 2] = ["gpt2", "llama_tiny_snapshot"];
+/// The folder of shipped traces, as the README names it.
+const SHIPPED: &str = "traces";
+
+/// Runs the suite; the exit status.
+pub(super) fn bench(args: &BenchArgs, out: &mut dyn Write) -> Result<u8, Failure> {
+    if args.list {
+        for entry in CATALOGUE {
+            writeln!(out, "{:<18} {}", entry.name, entry.about)?;
+        }
+        return Ok(0);
+    }
+    let config = args::layered(args.conf.as_deref()).map_err(Failure::Usage)?;
+    let allocators = allocators(&args.allocator)?;
+    let bar = Bar::new();
+    bar.spin("making workloads");
+    let (workloads, wrong) = workloads(args)?;
+    bar.aside(|| wrong.iter().for_each(|why| complain(why)));
+    if workloads.is_empty() {
+        return Err(Failure::Usage("there is no workload to run; name a trace or --workload all".into()));
+    }
+    let least = match () {
+        () if skips(args, "least") => Least::No,
+        () if args.quick => Least::Quick,
+        () => Least::Full,
+    };
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let limit = args.limit;
+    let about = workloads.iter().map(|workload| (workload.name().to_owned(), workload.about.clone())).collect();
+    let options = Options {
+        workloads,
+        allocators,
+        config: config.clone(),
+        limit: Box::new(move |peak| limit.bytes(peak)),
+        lag: args.gpu_lag,
+        least,
+        jobs: args.jobs.unwrap_or(cores),
+    };
+    let measured = suite::run(&options, &bar).map_err(Failure::Usage)?;
+    let mut report = Report {
+        setup: setup(args, &config, least),
+        measured,
+        about,
+        moving: Vec::new(),
+        tables: Vec::new(),
+        skipped: Vec::new(),
+    };
+    add_tables(args, &config, &mut report, &bar).map_err(Failure::Usage)?;
+    bar.spin("writing the report");
+    let paths = report::write(&report, &args.out).map_err(|error| {
+        Failure::Usage(format!("cannot write to {}: {error}; name another folder by --out", args.out.display()))
+    })?;
+    drop(bar);
+    if args.json {
+        for row in report.rows() {
+            writeln!(out, "{}", serde_json::to_string(row).map_err(std::io::Error::from)?)?;
+        }
+    } else {
+        write!(out, "{}", report::text(&report))?;
+        let paths: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
+        writeln!(out, "written: {}", paths.join(", "))?;
+    }
+    Ok(status(&report, !wrong.is_empty()))
+}
+
+fn skips(args: &BenchArgs, part: &str) -> bool {
+    args.skip.iter().any(|skipped| skipped == part)
+}
+
+fn setup(args: &BenchArgs, config: &crate::Config, least: Least) -> Setup {
+    let limit = match args.limit {
+        Limit::Bytes(bytes) => crate::units::human(bytes),
+        Limit::Times(factor) => format!("{} × peak requested, or the scenario's own", factor.value()),
+    };
+    let least = match least {
+        Least::Full => "to 0.05 % of the peak, with the 20 steps above it",
+        Least::Quick => "to 0.5 % of the peak, by halving",
+        Least::No => "not searched",
+    };
+    Setup {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        conf: config.to_string(),
+        model: MODEL.to_owned(),
+        seed: args.seed,
+        gpu_lag: report::duration(args.gpu_lag),
+        limit,
+        least: least.to_owned(),
+        quick: args.quick,
+    }
+}
+
+/// Tables that need no workload, and those about all of them.
+fn add_tables(args: &BenchArgs, config: &crate::Config, report: &mut Report, bar: &Bar) -> Result<(), String> {
+    if skips(args, "moving") {
+        report.skipped.push("moving against copying: as asked".to_owned());
+    } else {
+        bar.spin("moving against copying");
+        for (what, found) in [("host memory", moving::host(args.quick)), ("the GPU", moving::cuda(args.quick))] {
+            match found {
+                Ok(moving) => report.moving.push(moving),
+                Err(why) => report.skipped.push(format!("moving against copying on {what}: {why}")),
+            }
+        }
+    }
+    if skips(args, "classic") {
+        report.skipped.push("the classic tables: as asked".to_owned());
+    } else {
+        bar.spin("the classic tables");
+        let tables = classic::tables(config, args.gpu_lag, &classic::measured())?;
+        report.tables.extend(tables);
+        let rows = report.rows();
+        let more = [classic::fragmentation(&rows), classic::usable(&rows)];
+        report.tables.extend(more.into_iter().flatten());
+    }
+    Ok(())
+}
+
+/// 1 when xseg failed in any way that is not a lack of memory, 2 when an input could not be used.
+/// That an allocator runs out of memory is what the suite is there to show.
+fn status(report: &Report, wrong: bool) -> u8 {
+    let failed = |row: &&suite::Row| {
+        [&row.plenty, &row.limited].into_iter().any(|run| run.failure.is_some() || run.mismatches.unwrap_or(0) > 0)
+    };
+    match report.rows().iter().find(|row| failed(row)) {
+        Some(row) => {
+            let why = [&row.plenty, &row.limited].into_iter().find_map(|run| run.failure.clone());
+            complain(&format!("{} with {}: {}", row.workload, row.allocator, why.unwrap_or("mismatches".to_owned())));
+            1
+        }
+        None if wrong => 2,
+        None => 0,
+    }
+}
+
+fn allocators(asked: &[String]) -> Result<Vec<String>, Failure> {
+    let known = suite::allocators();
+    if asked.iter().any(|name| name == "all") {
+        return Ok(known.into_iter().map(str::to_owned).collect());
+    }
+    if let Some(name) = asked.iter().find(|name| !known.contains(&name.as_str())) {
+        let known = known.join(", ");
+        return Err(Failure::Usage(format!("there is no allocator `{name}`; the allocators are {known}, all")));
+    }
+    Ok(asked.to_vec())
+}
+
+/// The workloads asked for, and what is wrong with inputs.
+fn workloads(args: &BenchArgs) -> Result<(Vec<Workload>, Vec<String>), Failure> {
+    let nothing_named = args.traces.is_empty() && args.workload.is_empty();
+    let mut paths = args.traces.clone();
+    let shipped = Path::new(SHIPPED);
+    if nothing_named && shipped.is_dir() {
+        paths.push(shipped.to_owned());
+    }
+    let (files, mut wrong) = files::expand(&paths);
+    let mut workloads = Vec::new();
+    for file in files {
+        let short = |name: &str| file.file_name().is_some_and(|file| file.to_string_lossy().starts_with(name));
+        if nothing_named && args.quick && !QUICK_TRACES.into_iter().any(short) {
+            continue;
+        }
+        match Trace::load(&file) {
+            Ok(trace) => workloads.push(Workload::from_trace(trace)),
+            Err(error) => wrong.push(format!("{}: {error}", file.display())),
+        }
+    }
+    let all = nothing_named || args.workload.iter().any(|name| name == "all");
+    if !all && let Some(name) = args.workload.iter().find(|name| !is_known(name)) {
+        let known: Vec<&str> = CATALOGUE.iter().map(|entry| entry.name).collect();
+        return Err(Failure::Usage(format!(
+            "there is no workload `{name}`; the workloads are {}, all, none",
+            known.join(", ")
+        )));
+    }
+    for entry in CATALOGUE.iter().filter(|entry| all || args.workload.iter().any(|name| name == entry.name)) {
+        workloads.push(entry.make(args.seed, ROUNDS[usize::from(args.quick)]).map_err(Failure::Usage)?);
+    }
+    Ok((workloads, wrong))
+}
+
+fn is_known(name: &str) -> bool {
+    name == "none" || CATALOGUE.iter().any(|entry| entry.name == name)
+}

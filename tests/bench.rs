@@ -1,0 +1,156 @@
+//! `xseg bench` as a user runs it: files, tables, exit status, errors that say what to do.
+#![cfg(feature = "cli")]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+#[cfg(all(feature = "cuda", target_os = "linux"))]
+#[path = "fake_cuda/control.rs"]
+mod control;
+
+use serde_json::Value;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+const GAPS: &str = "a,0,33554432,0,0\na,1,16777216,0,10\na,2,33554432,0,20\nf,0,30\nf,2,40\na,3,50331648,0,50\n";
+
+fn command(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_xseg"));
+    command.arg("bench").args(args).env_remove("XSEG_CONF").stdin(Stdio::null());
+    command
+}
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).unwrap()
+}
+
+fn bench(args: &[&str]) -> Output {
+    command(args).output().unwrap()
+}
+
+fn report(folder: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(folder.join("report.json")).unwrap()).unwrap()
+}
+
+#[test]
+fn a_trace_of_ones_own_is_compared_in_one_command() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("own.trace");
+    std::fs::write(&trace, GAPS).unwrap();
+    let out = folder.path().join("out");
+    let args = [trace.to_str().unwrap(), "--out", out.to_str().unwrap(), "--skip", "moving"];
+    let done = bench(&args);
+    assert_eq!(done.status.code(), Some(0), "{}", text(&done.stderr));
+    assert_eq!(text(&done.stderr), "");
+    let shown = text(&done.stdout);
+    for part in
+        ["own: 6 events on 1 streams", "xseg-host", "torch-expandable", "report.html", "Where xseg is not the best"]
+    {
+        assert!(shown.contains(part), "{part} in\n{shown}");
+    }
+    let rows = report(&out)["rows"].as_array().unwrap().clone();
+    assert_eq!(rows.len(), 13, "every allocator, on this trace alone");
+    let own = rows.iter().find(|row| row["allocator"] == "xseg").unwrap();
+    assert_eq!(
+        (&own["workload"], &own["origin"], &own["limited"]["completed"]),
+        (&"own".into(), &"file".into(), &true.into())
+    );
+    let least = own["least_factor"].as_f64().unwrap();
+    assert!((1.0..1.1).contains(&least), "{least}");
+    let host = rows.iter().find(|row| row["allocator"] == "xseg-host").unwrap();
+    assert_eq!((&host["limited"]["mismatches"], &host["backend"]), (&0.into(), &"host".into()));
+}
+
+#[test]
+fn a_quick_part_of_the_suite_is_the_same_twice() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |name: &str, jobs: &str| {
+        let out = folder.path().join(name);
+        let workloads = "s01-two-gaps,s02-survivors,holes";
+        let fixed = ["--quick", "--workload", workloads, "--skip", "moving", "--jobs", jobs, "--json"];
+        let done = bench(&[&fixed[..], &["--seed", "7", "--out", out.to_str().unwrap()]].concat());
+        assert_eq!(done.status.code(), Some(0), "{}", text(&done.stderr));
+        let mut rows: Vec<Value> = text(&done.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        for row in &mut rows {
+            for run in ["plenty", "limited"] {
+                for time in ["wall_ms", "machine_ns", "hot_path_ns"] {
+                    row[run][time].take();
+                }
+            }
+        }
+        rows
+    };
+    let one = run("one", "1");
+    assert_eq!(one.len(), 3 * 13);
+    assert_eq!(one, run("two", "2"));
+}
+
+#[test]
+fn workloads_are_listed() {
+    let done = bench(&["--list"]);
+    let shown = text(&done.stdout);
+    assert_eq!(done.status.code(), Some(0));
+    for name in ["train-varlen", "moe-skew", "zero3", "churn-98", "s12-long-churn"] {
+        assert!(shown.lines().any(|line| line.starts_with(name) && line.len() > 30), "{name}");
+    }
+}
+
+#[test]
+fn bad_usage_and_input_are_status_2_with_advice() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let file = folder.path().join("file");
+    std::fs::write(&file, "not a folder").unwrap();
+    let (out, file) = (out.to_str().unwrap(), file.to_str().unwrap());
+    let short = ["--workload", "s01-two-gaps", "--allocator", "xseg", "--skip", "moving,classic"];
+    let cases: &[(&[&str], &str)] = &[
+        (&["--allocator", "jemalloc"], "the allocators are xseg, xseg-host"),
+        (&["--workload", "everything"], "the workloads are train-fixed"),
+        (&["--limit", "lots"], "1.02x"),
+        (&["--skip", "all"], "least, moving, classic"),
+        (&["--conf", "limt:4G"], "did you mean `limit`"),
+        (&["--workload", "none"], "there is no workload to run"),
+        (&["/no/such.trace"], "check the path"),
+    ];
+    for (args, advice) in cases {
+        let done = bench(&[args, &["--out", out][..]].concat());
+        assert_eq!(done.status.code(), Some(2), "{args:?}");
+        assert!(text(&done.stderr).contains(advice), "{args:?}: {}", text(&done.stderr));
+    }
+    let done = bench(&[&short[..], &["--out", file]].concat());
+    assert!(done.status.code() == Some(2) && text(&done.stderr).contains("name another folder by --out"));
+    // One bad input does not keep the others from being run, and is not forgotten.
+    let done = bench(&[&["/no/such.trace"], &short[..], &["--out", out]].concat());
+    assert_eq!((done.status.code(), report(Path::new(out))["rows"].as_array().unwrap().len()), (Some(2), 1));
+}
+
+/// The stand-in has no memory and no bandwidth; what it shows is that the calls are right.
+#[cfg(all(feature = "cuda", target_os = "linux"))]
+#[test]
+fn where_there_is_a_driver_it_is_measured() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().to_str().unwrap().to_owned();
+    let args = ["--quick", "--workload", "s01-two-gaps", "--allocator", "xseg", "--out", &out];
+    let run = |without: &[&str]| {
+        let driver = control::folder(without);
+        let mut command = command(&args);
+        command.env("LD_LIBRARY_PATH", driver.path()).env("FAKE_CUDA_MEMORY", (140u64 << 30).to_string());
+        let done = command.output().unwrap();
+        assert_eq!(done.status.code(), Some(0), "{}", text(&done.stderr));
+        report(folder.path())
+    };
+    let found = run(&[]);
+    let moving = found["moving"].as_array().unwrap();
+    assert_eq!((moving.len(), &moving[1]["backend"]), (2, &"cuda".into()), "{}", found["left_out"]);
+    assert_eq!(moving[1]["rates"].as_array().unwrap().len(), 6);
+    let tables = found["tables"].as_array().unwrap();
+    let costs = tables.iter().find(|table| table["title"].as_str().unwrap().ends_with("what they cost")).unwrap();
+    assert!(costs["text"].as_str().unwrap().contains("measured here on Stand-in 0"));
+    assert!(!costs["rows"].to_string().contains('–'), "{costs}");
+    // A driver without one of the calls is no reason to stop.
+    let found = run(&["cuMemAllocManaged"]);
+    assert!(
+        found["left_out"].to_string().contains("the CUDA driver has no cuMemAllocManaged"),
+        "{}",
+        found["left_out"]
+    );
+    assert_eq!(found["moving"].as_array().unwrap().len(), 1);
+}
