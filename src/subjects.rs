@@ -11,7 +11,7 @@ use crate::baselines;
 use crate::config::{BackendChoice, Config, SizeOrShare};
 use crate::error::Error;
 use crate::heap::Heap;
-use crate::replay::{Device, Figures, Gauge, MappedRange, MemoryAccess, Subject, SubjectError};
+use crate::replay::{Device, Figures, Gauge, MappedRange, MemoryAccess, Subject, SubjectError, Verifier};
 use crate::units::UNIT;
 use std::sync::Arc;
 use std::time::Duration;
@@ -41,7 +41,7 @@ pub(crate) struct Opened {
     /// The backend's clock, where it is virtual.
     pub(crate) clock: Option<Timeline>,
     /// In a verified replay.
-    pub(crate) device: Option<Device>,
+    pub(crate) device: Option<Arc<dyn Verifier>>,
     pub(crate) backend: BackendKind,
 }
 
@@ -103,7 +103,7 @@ type Left = Box<dyn Fn() -> Option<String>>;
 struct Ground {
     backend: Arc<dyn Backend>,
     clock: Option<Timeline>,
-    device: Option<Device>,
+    device: Option<Arc<dyn Verifier>>,
     left: Left,
     stream: StreamOf,
 }
@@ -115,7 +115,7 @@ impl Ground {
         match request.config.backend {
             BackendChoice::Sim => {
                 if request.verify {
-                    return Err("--verify needs memory, and sim has none; give --backend host".into());
+                    return Err("--verify needs memory, and sim has none; give --backend host or cuda".into());
                 }
                 let sim = Arc::new(SimBackend::new(SimOptions { timeline: clock.clone(), ..SimOptions::default() }));
                 let watched = sim.clone();
@@ -140,21 +140,25 @@ impl Ground {
     #[cfg(feature = "cuda")]
     fn cuda(request: &Request<'_>, index: u32) -> Result<Self, String> {
         use crate::backend::cuda::{CudaBackend, CudaOptions, StreamSet};
-        if request.verify {
-            return Err(
-                "--verify needs --backend host; on a GPU the device suite (xseg-device) verifies replays".into()
-            );
-        }
+        use crate::replay::gpu::GpuDevice;
+        use parking_lot::Mutex;
         if !request.lag.is_zero() {
             return Err("--gpu-lag sets a virtual clock, and a GPU has its own; give --backend host or sim".into());
         }
         let options = CudaOptions::with_peers(&request.config.peers).map_err(|error| error.to_string())?;
         let device = CudaBackend::open(index, &options).map_err(|error| error.to_string())?;
         let device = Arc::new(device);
-        let mut streams = StreamSet::new(device.clone());
+        let streams = Arc::new(Mutex::new(StreamSet::new(device.clone())));
+        let named = streams.clone();
         let stream: StreamOf =
-            Box::new(move |number| streams.get(number).map_err(|error| SubjectError::Other(error.to_string())));
-        Ok(Self { backend: device, clock: None, device: None, left: Box::new(|| None), stream })
+            Box::new(move |number| named.lock().get(number).map_err(|error| SubjectError::Other(error.to_string())));
+        if !request.verify {
+            return Ok(Self { backend: device, clock: None, device: None, left: Box::new(|| None), stream });
+        }
+        let settled = request.fault.is_some_and(|fault| fault != Fault::EarlyUnmap);
+        let gpu = GpuDevice::new(device.clone(), streams, settled).map_err(|error| error.to_string())?;
+        let (backend, left) = injected(InjectBackend::new(device, request.fault), request, Box::new(|| None));
+        Ok(Self { backend, clock: None, device: Some(Arc::new(gpu)), left, stream })
     }
 
     #[cfg(not(feature = "cuda"))]
@@ -180,14 +184,20 @@ impl Ground {
         let backend = InjectBackend::new(host, request.fault)
             .on_clock(move || due.run_due())
             .on_stream_wait(move |stream| held.hold(stream.0));
-        let backend = Arc::new(backend);
-        let (injecting, asked) = (backend.clone(), request.fault.is_some());
-        let left: Left = Box::new(move || {
-            let idle = asked && injecting.injected() == 0;
-            left().or_else(|| idle.then(|| NOT_INJECTED.to_owned()))
-        });
-        Ok(Self { backend, clock: Some(clock), device: Some(device), left, stream: as_it_is() })
+        let (backend, left) = injected(backend, request, left);
+        Ok(Self { backend, clock: Some(clock), device: Some(Arc::new(device)), left, stream: as_it_is() })
     }
+}
+
+/// A backend that breaks what was asked for, and says at the end when it broke nothing.
+fn injected(backend: InjectBackend, request: &Request<'_>, left: Left) -> (Arc<dyn Backend>, Left) {
+    let backend = Arc::new(backend);
+    let (injecting, asked) = (backend.clone(), request.fault.is_some());
+    let left: Left = Box::new(move || {
+        let idle = asked && injecting.injected() == 0;
+        left().or_else(|| idle.then(|| NOT_INJECTED.to_owned()))
+    });
+    (backend, left)
 }
 
 /// The stream of the backend for a stream of a trace: on a GPU, a number of a file is no handle.

@@ -14,6 +14,7 @@ Examples:
   xseg replay traces                                    all shipped traces, in a table
   xseg replay run.pickle --limit 40G --backend sim      what a PyTorch snapshot would have needed
   xseg replay traces/moe.trace.xz --backend host --verify --limit 1.05x --gpu-lag 20ms
+  xseg replay traces --backend cuda --verify --limit 1.02x
   xseg replay traces --allocator all --json             every allocator, one JSON object a line";
 
 pub(super) const LEAST_EXAMPLES: &str = "\
@@ -45,7 +46,7 @@ pub(super) struct RunArgs {
     /// Work is done this long after it was queued, in trace time (sim, host)
     #[arg(long, value_name = "DURATION", value_parser = duration, default_value = "0")]
     pub(super) gpu_lag: Duration,
-    /// Stamp each block when allocated and check it when freed (host)
+    /// Stamp each block when allocated and check it when freed (host; cuda, by kernels)
     #[arg(long)]
     pub(super) verify: bool,
     /// Break the heap on purpose, which the verification must find: swap, lost or early-unmap

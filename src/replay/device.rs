@@ -42,6 +42,28 @@ pub trait MemoryAccess: Send + Sync {
     fn read(&self, pieces: &mut [Piece]) -> Result<(), AccessFault>;
 }
 
+/// The device's side of a verified replay: work that is queued when the replay allocates and frees. Streams are
+/// the trace's.
+pub trait Verifier: fmt::Debug {
+    /// Queues the stamping of a block on its stream. `id` names the block's life, never used before.
+    fn stamp(&self, id: u32, address: u64, bytes: u64, stream: u64);
+
+    /// Queues the check of a block on a stream.
+    fn check(&self, id: u32, address: u64, bytes: u64, stream: u64);
+
+    /// Later work of `stream` comes after all work queued so far on `other`: the program made it wait.
+    fn order_after(&self, stream: u64, other: u64);
+
+    /// Called before and after each event of the replay.
+    fn run_due(&self);
+
+    /// Does all work: the device is waited for.
+    fn run_all(&self);
+
+    /// What was found so far.
+    fn findings(&self) -> Findings;
+}
+
 /// What a verification found.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Findings {
@@ -106,24 +128,6 @@ impl Device {
         Self { clock: clock.clone(), lag: clock.lag(), one_stream, memory, state: Arc::default() }
     }
 
-    /// Queues the stamping of a block on its stream. `id` names the block's life, never used before.
-    pub fn stamp(&self, id: u32, address: u64, bytes: u64, stream: u64) {
-        self.queue(Work::Stamp, Stamped { id, address, bytes }, stream);
-    }
-
-    /// Queues the check of a block on a stream.
-    pub fn check(&self, id: u32, address: u64, bytes: u64, stream: u64) {
-        self.queue(Work::Check, Stamped { id, address, bytes }, stream);
-    }
-
-    /// Later work of `stream` comes after all work queued so far on `other`: the program made it wait.
-    pub fn order_after(&self, stream: u64, other: u64) {
-        let mut state = self.state.lock();
-        let end = state.busy.get(&other).copied().unwrap_or_default();
-        let busy = state.busy.entry(stream).or_default();
-        *busy = end.max(*busy);
-    }
-
     /// Later work of `stream` comes after all events recorded so far: the allocator made it wait.
     pub fn hold(&self, stream: u64) {
         let end = self.clock.now() + self.lag;
@@ -135,17 +139,6 @@ impl Device {
     /// Does the work that is due. To be called whenever the clock has moved.
     pub fn run_due(&self) {
         self.run_until(self.clock.now());
-    }
-
-    /// Does all work: the device is waited for.
-    pub fn run_all(&self) {
-        self.run_until(Duration::MAX);
-    }
-
-    /// What was found so far.
-    #[must_use]
-    pub fn findings(&self) -> Findings {
-        self.state.lock().findings.clone()
     }
 
     fn queue(&self, work: Work, block: Stamped, stream: u64) {
@@ -219,8 +212,47 @@ impl Device {
     }
 }
 
+impl Verifier for Device {
+    fn stamp(&self, id: u32, address: u64, bytes: u64, stream: u64) {
+        self.queue(Work::Stamp, Stamped { id, address, bytes }, stream);
+    }
+
+    fn check(&self, id: u32, address: u64, bytes: u64, stream: u64) {
+        self.queue(Work::Check, Stamped { id, address, bytes }, stream);
+    }
+
+    fn order_after(&self, stream: u64, other: u64) {
+        let mut state = self.state.lock();
+        let end = state.busy.get(&other).copied().unwrap_or_default();
+        let busy = state.busy.entry(stream).or_default();
+        *busy = end.max(*busy);
+    }
+
+    fn run_due(&self) {
+        Device::run_due(self);
+    }
+
+    fn run_all(&self) {
+        self.run_until(Duration::MAX);
+    }
+
+    fn findings(&self) -> Findings {
+        self.state.lock().findings.clone()
+    }
+}
+
 impl Findings {
-    fn mismatch(&mut self, block: Stamped, address: u64, what: impl FnOnce() -> String) {
+    /// Counts mismatches, with one example for all of them.
+    #[cfg(feature = "cuda")]
+    pub(super) fn found(&mut self, count: u64, example: String) {
+        self.mismatches += count;
+        if self.examples.len() < EXAMPLES {
+            self.examples.push(example);
+        }
+    }
+
+    /// Counts a mismatch of a block; the first few are put in words.
+    pub(super) fn mismatch(&mut self, block: Stamped, address: u64, what: impl FnOnce() -> String) {
         self.mismatches += 1;
         if self.examples.len() < EXAMPLES {
             let (id, offset) = (block.id, address - block.address);

@@ -6,6 +6,8 @@
 
 mod access;
 mod device;
+#[cfg(feature = "cuda")]
+pub(crate) mod gpu;
 pub mod least;
 mod report;
 mod stamp;
@@ -13,13 +15,14 @@ mod subject;
 #[cfg(test)]
 mod tests;
 
-pub use device::{AccessFault, Device, Findings, MemoryAccess};
+pub use device::{AccessFault, Device, Findings, MemoryAccess, Verifier};
 pub use report::Report;
 pub use stamp::{Piece, STAMP};
 pub use subject::{Backing, DriverCalls, Figures, Gauge, MappedRange, Subject, SubjectError};
 
 use crate::backend::timeline::Timeline;
 use crate::trace::{Action, Trace};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Events between two calls of [`Options::progress`].
@@ -30,8 +33,8 @@ const PROGRESS_EVERY: usize = 1 << 14;
 pub struct Options<'a> {
     /// The clock of the allocator's backend, if it is virtual.
     pub clock: Option<Timeline>,
-    /// The device that stamps and checks, in a verified replay. Its clock is `clock`.
-    pub device: Option<Device>,
+    /// The device that stamps and checks, in a verified replay. A [`Device`]'s clock is `clock`.
+    pub device: Option<Arc<dyn Verifier>>,
     /// Called now and then with the number of events done.
     pub progress: Option<&'a mut dyn FnMut(usize)>,
 }
@@ -81,7 +84,7 @@ pub fn replay(trace: &Trace, subject: &mut dyn Subject, options: &mut Options<'_
     let mut addresses = vec![0u64; trace.blocks.len()];
     let start = Instant::now();
     let (events_run, stopped) = match options.device.clone() {
-        Some(device) => run_verified(trace, subject, options, &mut addresses, &device),
+        Some(device) => run_verified(trace, subject, options, &mut addresses, &*device),
         None => run(trace, subject, options, &mut addresses),
     };
     let wall = start.elapsed();
@@ -131,7 +134,7 @@ fn run_verified(
     subject: &mut dyn Subject,
     options: &mut Options<'_>,
     addresses: &mut [u64],
-    device: &Device,
+    device: &dyn Verifier,
 ) -> (usize, Option<SubjectError>) {
     let mut users: Vec<Vec<u32>> = vec![Vec::new(); trace.blocks.len()];
     let mut live = vec![false; trace.blocks.len()];

@@ -133,7 +133,7 @@ fn verified(text: &str, reuse: Reuse, pages: usize, fault: Option<Fault>) -> Out
     let backend = Arc::new(InjectBackend::new(fake, fault).on_clock(move || due.run_due()));
     let (live, figures) = Default::default();
     let mut toy = Toy { backend, reuse, pages, live, free: Vec::new(), next: 0, figures };
-    let mut options = Options { clock: Some(clock), device: Some(device), progress: None };
+    let mut options = Options { clock: Some(clock), device: Some(Arc::new(device)), progress: None };
     replay(&trace, &mut toy, &mut options)
 }
 
