@@ -7,7 +7,8 @@
 //! - `FAKE_CUDA_FAR`: devices that no other reaches;
 //! - `FAKE_CUDA_REFUSE`: what they claim and then refuse, of `fd` (at create), `rdma` (at map),
 //!   `context_event`;
-//! - `FAKE_CUDA_GRANULARITY`.
+//! - `FAKE_CUDA_GRANULARITY`;
+//! - `FAKE_CUDA_READS`: what each byte copied to the host is (0: the copy writes nothing).
 #![allow(non_snake_case, reason = "the names of the driver")]
 #![allow(missing_docs, clippy::missing_safety_doc, reason = "the driver's documentation applies")]
 
@@ -68,6 +69,9 @@ macro_rules! out {
         Ok(())
     }};
 }
+
+// After the macros, which it uses.
+mod work;
 
 driver! {
     fn cuInit(flags: u32) Nothing [u64::from(flags)] |s| {
@@ -275,7 +279,13 @@ driver! {
     }
     fn cuMemFreeHost(memory: u64) Relaxed [memory] |s| { s.pinned.remove(&memory).map(drop).ok_or(INVALID_VALUE) }
     fn cuMemcpyHtoDAsync_v2(to: u64, _from: *const c_void, bytes: usize, stream: u64) Context [to, bytes as u64, stream] |s| { s.stream(stream).map(drop) }
-    fn cuMemcpyDtoHAsync_v2(_to: *mut c_void, from: u64, bytes: usize, stream: u64) Context [from, bytes as u64, stream] |s| { s.stream(stream).map(drop) }
+    fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, bytes: usize, stream: u64) Context [from, bytes as u64, stream] |s| {
+        if let byte @ 1..=255 = setting("FAKE_CUDA_READS", 0) {
+            // SAFETY: the caller's buffer has `bytes` bytes.
+            unsafe { to.cast::<u8>().write_bytes(byte as u8, bytes) };
+        }
+        s.stream(stream).map(drop)
+    }
     fn cuMemsetD8Async(to: u64, value: u8, bytes: usize, stream: u64) Context [to, u64::from(value), bytes as u64, stream] |s| { s.stream(stream).map(drop) }
 
     fn cuStreamCreate(stream: *mut u64, flags: u32) Context [u64::from(flags)] |s| {
@@ -359,40 +369,6 @@ driver! {
             EventState::Captured => Err(907),
         }
     }
-
-    fn cuModuleLoadData(module: *mut u64, image: *const c_char) Context [] |s| {
-        // SAFETY: the caller passes a text that ends with zero.
-        if !unsafe { std::ffi::CStr::from_ptr(image) }.to_string_lossy().contains(".version ") {
-            return Err(INVALID_VALUE);
-        }
-        s.modules += 1;
-        out!(module, 0xD000)
-    }
-    fn cuModuleUnload(module: u64) Context [module] |s| {
-        s.modules -= 1;
-        Ok(())
-    }
-    fn cuModuleGetFunction(function: *mut u64, module: u64, _name: *const c_char) Context [module] |s| { out!(function, s.fresh(0xF000, 1)) }
-}
-
-// The signature is longer than the macro's form is good for.
-#[unsafe(no_mangle)]
-#[allow(clippy::too_many_arguments, reason = "the driver's signature")]
-pub unsafe extern "C" fn cuLaunchKernel(
-    function: u64,
-    grid_x: u32,
-    _grid_y: u32,
-    _grid_z: u32,
-    block_x: u32,
-    _block_y: u32,
-    _block_z: u32,
-    _shared: u32,
-    stream: u64,
-    _arguments: *mut *mut c_void,
-    _extra: *mut *mut c_void,
-) -> u32 {
-    let logged = [function, u64::from(grid_x), u64::from(block_x), stream];
-    call("cuLaunchKernel", &logged, Needs::Context, |state| state.stream(stream).map(drop))
 }
 
 /// Lets the `turn`-th driver call from now fail with `code` (1: the next; 0: none).
@@ -408,7 +384,7 @@ pub extern "C" fn fake_fail_pending() -> bool {
 }
 
 /// What exists: 0 handles, 1 mappings, 2 reservations, 3 events, 4 retained contexts, 5 modules,
-/// 6 accessible mappings, 7 plain and pinned allocations, 8 streams.
+/// 6 accessible mappings, 7 plain and pinned allocations, 8 streams, 9 graphs.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_count(what: u32) -> u64 {
     let state = lock();
@@ -422,6 +398,7 @@ pub extern "C" fn fake_count(what: u32) -> u64 {
         6 => state.mappings.values().filter(|mapping| mapping.access != 0).count() as u64,
         7 => (state.plain.len() + state.pinned.len()) as u64,
         8 => state.streams.len() as u64,
+        9 => state.graphs.len() as u64,
         _ => u64::MAX,
     }
 }

@@ -15,7 +15,9 @@ pub(crate) const INVALID_HANDLE: Code = 400;
 pub(crate) const NOT_READY: Code = 600;
 pub(crate) const NOT_SUPPORTED: Code = 801;
 pub(crate) const OPERATING_SYSTEM: Code = 304;
+pub(crate) const ILLEGAL_STATE: Code = 401;
 pub(crate) const CAPTURE_UNSUPPORTED: Code = 900;
+pub(crate) const CAPTURE_INVALIDATED: Code = 901;
 pub(crate) const CAPTURE_IMPLICIT: Code = 906;
 pub(crate) const CAPTURE_ISOLATION: Code = 905;
 
@@ -75,6 +77,8 @@ pub(crate) struct State {
     /// By `cuMemHostAlloc`: memory that is really there.
     pub(crate) pinned: HashMap<u64, Vec<u128>>,
     pub(crate) modules: u32,
+    /// Graphs, also ready to launch.
+    pub(crate) graphs: HashSet<u64>,
     /// New events stay pending until [`State::complete`].
     pub(crate) hold: bool,
     /// The stream that captures a graph.
@@ -189,6 +193,12 @@ impl State {
             return Err(CAPTURE_UNSUPPORTED);
         }
         Ok(())
+    }
+
+    pub(crate) fn graph(&mut self) -> u64 {
+        let graph = self.fresh(0x6000_0000, 0x10);
+        self.graphs.insert(graph);
+        graph
     }
 
     /// A new number for something: never 0, never one twice.
