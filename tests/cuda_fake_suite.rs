@@ -55,6 +55,29 @@ fn sections_run_and_report() {
     assert_eq!(found, [("facts", 0), ("cost", 9), ("growth", 8), ("remap", 3), ("bandwidth", 7)]);
 }
 
+/// What runs without kernels passes; what needs work under way is reported as failed.
+#[test]
+fn scenarios_run_as_far_as_there_are_no_kernels() {
+    let driver = control::folder(&[]);
+    let out = tempfile::tempdir().unwrap();
+    let done = suite(driver.path(), &["--quick", "--only", "scenarios", "--out", out.path().to_str().unwrap()]);
+    assert_eq!(done.status.code(), Some(1), "{}", text(&done.stderr));
+    let json = std::fs::read_dir(out.path()).unwrap().map(|entry| entry.unwrap().path());
+    let json = json.into_iter().find(|path| path.extension().is_some_and(|found| found == "json")).unwrap();
+    let report: Value = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
+    let checks = report["sections"][0]["checks"].as_array().unwrap();
+    let what = |check: &Value| check["what"].as_str().unwrap().to_owned();
+    // Times are no matter of a busy machine's.
+    let sure = checks.iter().filter(|check| !what(check).starts_with("25: "));
+    let failed: Vec<String> = sure.filter(|check| check["passed"] == false).map(what).collect();
+    let expected = ["13: a finished younger event frees", "15: trim with device 1 current leaves memory under"];
+    assert_eq!(failed.len(), 2, "{failed:?}");
+    assert!(failed.iter().zip(expected).all(|(found, expected)| found.starts_with(expected)), "{failed:?}");
+    let of = |number: &str| checks.iter().filter(|check| what(check).starts_with(number)).count();
+    let counts = ["6: ", "13: ", "15: ", "21: ", "22: ", "24: ", "25: ", "heaps of"].map(of);
+    assert_eq!(counts, [2, 1, 4, 3, 5, 3, 2, 1]);
+}
+
 #[test]
 fn sections_are_chosen() {
     let driver = control::folder(&[]);

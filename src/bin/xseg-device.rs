@@ -6,7 +6,7 @@
 mod device_suite;
 
 use clap::Parser;
-use device_suite::{Report, SECTIONS, Suite, report};
+use device_suite::{Report, SECTIONS, Suite, report, scenarios};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -38,6 +38,9 @@ struct Arguments {
     /// Only these traces in the sections that replay them.
     #[arg(long, value_delimiter = ',')]
     traces: Vec<String>,
+    /// Run as a process of the scenarios, which start this program again.
+    #[arg(long, hide = true)]
+    child: Option<String>,
 }
 
 fn sections() -> String {
@@ -52,7 +55,11 @@ fn main() -> ExitCode {
         eprintln!("xseg-device: there is no section {name}; {}", sections());
         return ExitCode::from(2);
     }
-    match run(&arguments) {
+    let done = match &arguments.child {
+        Some(kind) => scenarios::process::child(arguments.device, kind).map(|()| true).map_err(Into::into),
+        None => run(&arguments),
+    };
+    match done {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {

@@ -9,6 +9,7 @@ pub(crate) mod memory;
 pub(crate) mod remap;
 pub(crate) mod replay;
 pub(crate) mod report;
+pub(crate) mod scenarios;
 
 pub(crate) use report::Report;
 
@@ -40,6 +41,7 @@ pub(crate) const SECTIONS: &[Entry] = &[
     Entry { name: "bandwidth", what: "a copy kernel on mapped handles and on cuMemAlloc memory", run: bandwidth::run },
     Entry { name: "busy", what: "memory asked for while kernels use all that is free", run: heap::busy },
     Entry { name: "speed", what: "growth and remapping through the heap beside bare loops", run: heap::speed },
+    Entry { name: "scenarios", what: "patterns from public reports, on this device", run: scenarios::run },
     Entry { name: "replay", what: "the traces, stamped and checked by kernels", run: replay::verified },
     Entry { name: "ballast", what: "the traces in the least memory that sim needs", run: replay::ballast },
 ];
