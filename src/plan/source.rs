@@ -226,8 +226,8 @@ impl Runs {
 mod tests {
     use super::*;
 
-    fn placement(runs: &[Range<u32>]) -> Placement {
-        Placement { first: 1, block: 0..1, claim: 0..1, missing: runs.to_vec(), room: 100 }
+    fn placement(run: Range<u32>) -> Placement {
+        Placement { first: 1, block: 0..1, claim: 0..1, missing: vec![run], room: 100 }
     }
 
     fn victim(handle: u32, granules: u32, age: u32) -> Victim {
@@ -259,7 +259,7 @@ mod tests {
     #[test]
     fn creates_the_largest_handles_and_a_rest() {
         let terms = Terms { budget: 100, ..TERMS };
-        let supply = supply(&placement(&[0..37]), std::iter::empty(), &[], terms).unwrap();
+        let supply = supply(&placement(0..37), std::iter::empty(), &[], terms).unwrap();
         assert_eq!(created(&supply), [32, 5]);
     }
 
@@ -267,7 +267,7 @@ mod tests {
     fn growth_is_rounded_up_where_addresses_and_budget_allow() {
         let terms = Terms { budget: 100, step: 32, ..TERMS };
         let grown = |room, budget| {
-            let place = Placement { room, ..placement(&[0..5]) };
+            let place = Placement { room, ..placement(0..5) };
             created(&supply(&place, std::iter::empty(), &[], Terms { budget, ..terms }).unwrap())
         };
         assert_eq!(grown(27, 100), [32]);
@@ -278,7 +278,7 @@ mod tests {
     #[test]
     fn moves_few_large_handles_and_no_more_than_are_needed() {
         let list = [victim(1, 4, 9), victim(2, 4, 3), victim(3, 16, 1), victim(4, 1, 0)];
-        let place = placement(&[0..21]);
+        let place = placement(0..21);
         // One granule may be created; the cached one counts; of the two of four the longest idle goes.
         let supply = supply(&place, [(1, 1)].into_iter(), &list, Terms { budget: 1, ..TERMS }).unwrap();
         assert_eq!(supply.fills[0].source, Source::Cached);
@@ -289,7 +289,7 @@ mod tests {
     #[test]
     fn what_does_not_fit_is_rechunked() {
         let list = [victim(1, 3, 0), victim(2, 2, 1), victim(3, 2, 2)];
-        let supply = supply(&placement(&[0..4]), std::iter::empty(), &list, TERMS).unwrap();
+        let supply = supply(&placement(0..4), std::iter::empty(), &list, TERMS).unwrap();
         assert_eq!((moved(&supply), created(&supply)), (vec![1], vec![1]));
         assert_eq!(supply.release, [list[1]]);
     }
@@ -298,7 +298,7 @@ mod tests {
     fn rechunks_only_passed_handles() {
         let mut big = victim(3, 16, 1);
         big.epoch = 5;
-        let place = placement(&[0..2]);
+        let place = placement(0..2);
         assert_eq!(supply(&place, std::iter::empty(), &[big], Terms { passed: 4, ..TERMS }), None);
         let supply = supply(&place, std::iter::empty(), &[big], Terms { passed: 5, ..TERMS }).unwrap();
         assert_eq!(supply.release, [big]);
@@ -310,7 +310,7 @@ mod tests {
         let mut big = victim(3, 16, 1);
         big.epoch = 5;
         let list = [big, victim(1, 1, 7), victim(2, 1, 8)];
-        let supply = supply(&placement(&[0..2]), std::iter::empty(), &list, TERMS).unwrap();
+        let supply = supply(&placement(0..2), std::iter::empty(), &list, TERMS).unwrap();
         assert_eq!((moved(&supply), supply.release.len()), (vec![1, 2], 0));
     }
 
@@ -318,7 +318,7 @@ mod tests {
     fn stale_memory_moves_before_any_is_created() {
         let list = [victim(1, 8, 10), victim(2, 8, 90), victim(3, 2, 1)];
         let terms = Terms { budget: 100, stale: Some(50), ..TERMS };
-        let supply = supply(&placement(&[0..12]), std::iter::empty(), &list, terms).unwrap();
+        let supply = supply(&placement(0..12), std::iter::empty(), &list, terms).unwrap();
         assert_eq!((moved(&supply), created(&supply)), (vec![1], vec![4]));
     }
 }
