@@ -49,8 +49,8 @@ trait Ground {
     fn settle(&self) -> Result<(), String> {
         self.backend().quiesce().map_err(text)
     }
-    /// Time of one copy of `bytes`.
-    fn copy(&self, bytes: u64, rounds: usize) -> Result<Duration, String>;
+    /// Time of one copy of `bytes`, of which several make up `set`.
+    fn copy(&self, bytes: u64, set: u64, rounds: usize) -> Result<Duration, String>;
 }
 
 fn text(error: impl ToString) -> String {
@@ -81,8 +81,8 @@ impl Ground for HostGround {
     }
 
     /// Between two halves of ordinary memory, so large that no copy finds its bytes in a cache.
-    fn copy(&self, bytes: u64, rounds: usize) -> Result<Duration, String> {
-        let set = WORKING_SET.max(bytes) as usize;
+    fn copy(&self, bytes: u64, set: u64, rounds: usize) -> Result<Duration, String> {
+        let set = set.max(bytes) as usize;
         let (from, mut to, bytes) = (vec![1u8; set], vec![2u8; set], bytes as usize);
         let mut times = Vec::new();
         for round in 0..rounds.max(set / bytes) {
@@ -173,7 +173,7 @@ fn measure(ground: &dyn Ground, quick: bool) -> Result<Moving, String> {
             bare_us: bare.as_secs_f64() * 1e6,
             bare_gb_s: gb_s(size, bare),
             heap_gb_s: gb_s(size * count, median(heap?)),
-            copy_gb_s: gb_s(size, ground.copy(size, rounds)?),
+            copy_gb_s: gb_s(size, ground.copy(size, set, rounds)?),
         });
     }
     let backend = ground.backend();
@@ -227,7 +227,7 @@ pub(crate) fn cuda(quick: bool) -> Result<Moving, String> {
             Ok(())
         }
 
-        fn copy(&self, bytes: u64, rounds: usize) -> Result<Duration, String> {
+        fn copy(&self, bytes: u64, _: u64, rounds: usize) -> Result<Duration, String> {
             self.0.time_copy(bytes, rounds).map_err(text)
         }
     }
@@ -306,7 +306,7 @@ mod tests {
         let ground = HostGround(Arc::new(HostBackend::new(HostOptions::default()).unwrap()));
         assert!(bare(&ground, 4 * MIB, 3, 2).unwrap() > Duration::ZERO);
         assert!(through_heap(&ground, 4 * MIB, 3).unwrap() > Duration::ZERO);
-        assert!(ground.copy(4 * MIB, 2).unwrap() > Duration::ZERO);
+        assert!(ground.copy(4 * MIB, 16 * MIB, 2).unwrap() > Duration::ZERO);
         assert!(ground.0.leaks().is_empty(), "{}", ground.0.leaks());
     }
 }
