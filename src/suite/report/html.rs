@@ -6,6 +6,9 @@ use crate::units::human;
 
 const STYLE: &str = include_str!("page.css");
 
+/// What starts with a digit and is shorter is a number, not a sentence.
+const NUMBER: usize = 24;
+
 /// Text for HTML, also in attributes.
 pub(super) fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
@@ -22,7 +25,7 @@ fn element(table: &Table) -> String {
         for (number, text) in row.iter().enumerate() {
             let class = match text.chars().next() {
                 _ if text.ends_with('*') => " class=\"number best\"",
-                Some('0'..='9' | '–' | '-') => " class=\"number\"",
+                Some('0'..='9' | '–' | '-') if text.len() < NUMBER => " class=\"number\"",
                 _ => "",
             };
             let cell = if number == 0 { "th scope=\"row\"" } else { "td" };
@@ -100,7 +103,7 @@ pub(super) fn page(report: &Report) -> Result<String, String> {
          <h1>Defragmentation suite</h1>\n\
          <p>What each way of managing GPU memory does with each workload. Every allocator but <code>xseg-host</code> runs on a \
          simulated device, whose calls are priced by the model <code>{}</code>; <code>xseg-host</code> is xseg on host memory that is \
-         really remapped, every stamp checked. xseg {}, settings {}, seed {}, limit {}, device {} behind, least memory {}.{}</p>\n",
+         really remapped, every stamp checked under the limit. xseg {}, settings {}, seed {}, limit {}, device {} behind, least memory {}.{}</p>\n",
         escape(&setup.model),
         escape(&setup.version),
         escape(conf),

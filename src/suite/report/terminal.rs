@@ -18,7 +18,8 @@ fn grid(headings: &[String]) -> comfy_table::Table {
 }
 
 fn cell(text: &str) -> Cell {
-    let number = text.starts_with(|first: char| first.is_ascii_digit() || first == '–' || first == '-');
+    let number =
+        text.len() < 24 && text.starts_with(|first: char| first.is_ascii_digit() || first == '–' || first == '-');
     Cell::new(text).set_alignment(if number { CellAlignment::Right } else { CellAlignment::Left })
 }
 
