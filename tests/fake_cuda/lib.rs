@@ -308,7 +308,15 @@ driver! {
         s.complete();
         Ok(())
     }
-    fn cuStreamGetId(stream: u64, id: *mut u64) Init [stream] |s| { out!(id, s.stream(stream)?) }
+    fn cuStreamGetId(stream: u64, id: *mut u64) Init [stream] |s| {
+        let found = s.stream(stream)?;
+        // As on an H200, in every mode.
+        if s.capture == Some(stream) {
+            s.capture_broken = true;
+            return Err(CAPTURE_UNSUPPORTED);
+        }
+        out!(id, found)
+    }
     fn cuStreamIsCapturing(stream: u64, status: *mut u32) Context [stream] |s| {
         s.stream(stream)?;
         if stream <= 1 && s.capture.is_some_and(|capture| s.blocking.contains(&capture)) {

@@ -28,6 +28,7 @@ use sys::{Access, Api, Attribute, MemoryKind, STREAM_LEGACY, STREAM_PER_THREAD};
 mod adopt;
 mod enter;
 mod events;
+mod identity;
 pub mod kinds;
 pub mod memory;
 mod probe;
@@ -147,6 +148,7 @@ pub struct CudaBackend {
     access: Access,
     peers: Vec<u32>,
     null_stream: NullStream,
+    identities: identity::Identities,
     opened: Instant,
 }
 
@@ -178,6 +180,7 @@ impl CudaBackend {
             access: probed.access,
             peers: probed.peers,
             null_stream: options.null_stream,
+            identities: identity::Identities::default(),
             opened: Instant::now(),
         })
     }
@@ -326,18 +329,27 @@ impl Backend for CudaBackend {
     }
 
     /// The default stream and each thread's own have identities of this backend; others have the
-    /// driver's, or where it has none their handle. Calls the driver at most once and changes no
-    /// context.
+    /// driver's, or where it has none their handle. A stream that captures is not asked for its
+    /// identity, which would invalidate the capture: it has the one it had when last asked, so it should
+    /// be announced or used before. Changes no context.
     fn stream_key(&self, stream: StreamId) -> Result<u64, Error> {
         match self.resolve(stream) {
             0 | STREAM_LEGACY => Ok(OWN_KEY),
             STREAM_PER_THREAD => Ok(OWN_KEY | thread_number()),
-            // SAFETY: the trait's streams exist; the driver answers for one of another context too.
-            other => match unsafe { self.api().stream_id(other) } {
-                None => Ok(other),
-                Some(Ok(id)) => Ok(id),
-                Some(Err(error)) => Err(Error::DeadStream { stream: other, why: error.reason }),
-            },
+            other => {
+                // SAFETY: the trait's streams exist; the driver answers for one of another context too.
+                let capturing = || unsafe { self.api().is_capturing(other) };
+                // Asked again after a refusal, which must not end in the call that breaks a capture.
+                if capturing().or_else(|_| capturing()).unwrap_or(false) {
+                    return Ok(self.identities.of(other));
+                }
+                // SAFETY: as above; a stream that is dead says so here.
+                match unsafe { self.api().stream_id(other) } {
+                    None => Ok(other),
+                    Some(Ok(id)) => Ok(self.identities.note(other, id)),
+                    Some(Err(error)) => Err(Error::DeadStream { stream: other, why: error.reason }),
+                }
+            }
         }
     }
 
