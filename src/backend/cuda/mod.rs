@@ -331,7 +331,7 @@ impl Backend for CudaBackend {
     /// The default stream and each thread's own have identities of this backend; others have the
     /// driver's, or where it has none their handle. A stream that captures is not asked for its
     /// identity, which would invalidate the capture: it has the one it had when last asked, so it should
-    /// be announced or used before. Changes no context.
+    /// be announced or used before. Leaves the context as found.
     fn stream_key(&self, stream: StreamId) -> Result<u64, Error> {
         match self.resolve(stream) {
             0 | STREAM_LEGACY => Ok(OWN_KEY),
@@ -339,8 +339,10 @@ impl Backend for CudaBackend {
             other => {
                 // SAFETY: the trait's streams exist; the driver answers for one of another context too.
                 let capturing = || unsafe { self.api().is_capturing(other) };
-                // Asked again after a refusal, which must not end in the call that breaks a capture.
-                if capturing().or_else(|_| capturing()).unwrap_or(false) {
+                let entered = |_| self.primary.enter(true).and_then(|_entered| capturing());
+                // Asked again after a refusal, which must not end in the call that breaks a capture: within the
+                // context, should none be current, and once more.
+                if capturing().or_else(entered).or_else(entered).unwrap_or(false) {
                     return Ok(self.identities.of(other));
                 }
                 // SAFETY: as above; a stream that is dead says so here.
