@@ -1,9 +1,9 @@
 //! Frees that wait for an event of the client's.
 #![forbid(unsafe_code)]
 
-use super::inner::{Inner, pointer_fault};
+use super::inner::Inner;
 use crate::backend::ClientEvent;
-use crate::error::{Error, PointerFault, Result};
+use crate::error::Result;
 use crate::segment::Stamp;
 use crate::units::UNIT;
 use std::sync::atomic::Ordering::Relaxed;
@@ -11,13 +11,7 @@ use std::sync::atomic::Ordering::Relaxed;
 impl Inner {
     /// Frees a block as soon as the client's event has completed. Never waits. After an error the block lives on.
     pub(crate) fn free_after(&self, address: u64, event: ClientEvent) -> Result<()> {
-        let fault = |why| Error::InvalidPointer { address, why };
-        let place = self.space.locate(address).ok_or(fault(PointerFault::Foreign))?;
-        let mut segment = self.segment(place.segment);
-        let id = place.node();
-        if id == 0 {
-            return Err(fault(pointer_fault(&segment, place.unit)));
-        }
+        let (place, mut segment, id) = self.live_block(address)?;
         let backend = self.driver.backend();
         // Before anything changes: a refusal leaves the block live.
         let event = if self.shut.load(Relaxed) { None } else { Some(backend.adopt(event)?) };

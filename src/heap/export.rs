@@ -1,25 +1,19 @@
 //! Handing the memory behind a block to other processes.
 #![forbid(unsafe_code)]
 
-use super::inner::{Inner, pointer_fault};
+use super::inner::Inner;
 use crate::backend::ExportedHandle;
-use crate::error::{DriverCall, DriverError, Error, PointerFault, Result};
+use crate::error::{DriverCall, DriverError, Result};
 use crate::units::{GRANULE, UNIT, UNITS_PER_GRANULE};
 
 impl Inner {
     /// A descriptor for each handle behind a live block, in address order. When one is refused, those
     /// before it are closed again.
     pub(crate) fn export_handles(&self, address: u64) -> Result<Vec<ExportedHandle>> {
-        let fault = |why| Error::InvalidPointer { address, why };
         // Handles stay where they are while this is held.
         let slow = self.slow.lock();
-        let place = self.space.locate(address).ok_or(fault(PointerFault::Foreign))?;
         let block = {
-            let segment = self.segment(place.segment);
-            let id = place.node();
-            if id == 0 {
-                return Err(fault(pointer_fault(&segment, place.unit)));
-            }
+            let (_, segment, id) = self.live_block(address)?;
             segment.nodes[id].start..segment.nodes[id].end()
         };
         let mut exported = Vec::new();

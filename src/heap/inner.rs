@@ -5,7 +5,7 @@
 #![forbid(unsafe_code)]
 
 use super::pools::Pools;
-use super::space::Space;
+use super::space::{Located, Space};
 use super::stats::Counters;
 use super::streams::{SEGMENTS, Stream, Streams};
 use crate::backend::driver::Driver;
@@ -253,6 +253,17 @@ impl Inner {
         Block { address: self.space.address(start), bytes }
     }
 
+    /// The live block that starts at an address: where, its segment locked, and its node.
+    pub(crate) fn live_block(&self, address: u64) -> Result<(Located<'_>, MutexGuard<'_, Segment>, NodeId)> {
+        let fault = |why| Error::InvalidPointer { address, why };
+        let place = self.space.locate(address).ok_or(fault(PointerFault::Foreign))?;
+        let segment = self.segment(place.segment);
+        match place.node() {
+            0 => Err(fault(pointer_fault(&segment, place.unit))),
+            id => Ok((place, segment, id)),
+        }
+    }
+
     /// Frees by address. Never waits; one lock.
     pub(crate) fn free(&self, address: u64) -> Result<()> {
         self.free_at(address, self.epochs.open())
@@ -264,13 +275,7 @@ impl Inner {
     }
 
     fn free_at(&self, address: u64, epoch: u32) -> Result<()> {
-        let fault = |why| Error::InvalidPointer { address, why };
-        let place = self.space.locate(address).ok_or(fault(PointerFault::Foreign))?;
-        let mut segment = self.segment(place.segment);
-        let id = place.node();
-        if id == 0 {
-            return Err(fault(pointer_fault(&segment, place.unit)));
-        }
+        let (place, mut segment, id) = self.live_block(address)?;
         self.space.set_node(place.unit, 0);
         let node = &segment.nodes[id];
         let bytes = u64::from(node.len) * UNIT;
@@ -329,13 +334,7 @@ impl Inner {
     pub(crate) fn record_use(&self, address: u64, stream: StreamId) -> Result<()> {
         let key = self.driver.backend().stream_key(stream)?;
         let user = self.streams.get(key, stream)?;
-        let fault = |why| Error::InvalidPointer { address, why };
-        let place = self.space.locate(address).ok_or(fault(PointerFault::Foreign))?;
-        let mut segment = self.segment(place.segment);
-        let id = place.node();
-        if id == 0 {
-            return Err(fault(pointer_fault(&segment, place.unit)));
-        }
+        let (place, mut segment, id) = self.live_block(address)?;
         let node = &mut segment.nodes[id];
         if node.owner == user.slot {
             return Ok(());
@@ -380,13 +379,7 @@ impl Inner {
 
     /// Requested and rounded size of a live block, and its stream.
     pub(crate) fn block_info(&self, address: u64) -> Result<(u64, u64)> {
-        let fault = |why| Error::InvalidPointer { address, why };
-        let place = self.space.locate(address).ok_or(fault(PointerFault::Foreign))?;
-        let segment = self.segment(place.segment);
-        let id = place.node();
-        if id == 0 {
-            return Err(fault(pointer_fault(&segment, place.unit)));
-        }
+        let (_, segment, id) = self.live_block(address)?;
         let node = &segment.nodes[id];
         let bytes = u64::from(node.len) * UNIT;
         Ok((bytes - u64::from(node.slack), bytes))
@@ -394,7 +387,7 @@ impl Inner {
 }
 
 /// Why a unit is no live block's start. A walk: only errors pay for it.
-pub(crate) fn pointer_fault(segment: &Segment, unit: u32) -> PointerFault {
+fn pointer_fault(segment: &Segment, unit: u32) -> PointerFault {
     let covering = segment.iter().find(|id| (segment.nodes[*id].start..segment.nodes[*id].end()).contains(&unit));
     match covering.map(|id| segment.nodes[id].kind) {
         Some(Kind::Live) => PointerFault::Interior,

@@ -276,9 +276,8 @@ impl Inner {
                 let budget = match budget {
                     Budget::Soft => soft,
                     Budget::Least => {
-                        let missing: u64 = placement.missing.iter().map(|run| u64::from(run.end - run.start)).sum();
                         let idle: u64 = victims.iter().map(|victim| u64::from(victim.granules)).sum();
-                        missing.saturating_sub(idle).max(soft).min(hard)
+                        placement.missing().saturating_sub(idle).max(soft).min(hard)
                     }
                     Budget::Hard => hard,
                 };

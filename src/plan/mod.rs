@@ -44,8 +44,13 @@ pub(crate) struct Victim {
     pub(crate) epoch: u32,
     /// No old mapping of it is left, so that releasing it would free its memory.
     pub(crate) releasable: bool,
-    /// Granules of the free node around it.
-    pub(crate) around: u32,
+}
+
+impl Placement {
+    /// Granules without memory.
+    pub(crate) fn missing(&self) -> u64 {
+        self.missing.iter().map(|run| u64::from(run.end - run.start)).sum()
+    }
 }
 
 impl Victim {

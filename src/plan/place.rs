@@ -82,10 +82,14 @@ impl Places {
         // Beyond the last memory of a span lie addresses that were never used.
         let used = hole.iter().rev().find(|piece| piece.mapped).map_or(front.start, |piece| piece.end);
         for start in candidates(hole, request) {
-            let mut missing = 0;
-            runs(hole, start, request.len, |run| missing += u64::from(run.end - run.start) + 1);
+            let place = at(hole, start, request.len);
             let fresh = u64::from(back.last && start >= used);
-            self.ranked.push((2 * missing + fresh, size, start, first..self.pieces.len()));
+            self.ranked.push((
+                2 * (place.missing() + place.missing.len() as u64) + fresh,
+                size,
+                start,
+                first..self.pieces.len(),
+            ));
         }
     }
 
@@ -97,16 +101,6 @@ impl Places {
     /// No hole holds the request.
     pub(crate) fn is_empty(&self) -> bool {
         self.ranked.is_empty()
-    }
-}
-
-/// Runs of granules without memory under a block.
-fn runs(hole: &[Piece], start: u32, len: u32, mut run: impl FnMut(Range<u32>)) {
-    let end = start + len;
-    for piece in hole.iter().skip_while(|piece| piece.end <= start).take_while(|piece| piece.start < end) {
-        if !piece.mapped {
-            run(granule_floor(piece.start.max(start))..granule_ceil(piece.end.min(end)));
-        }
     }
 }
 

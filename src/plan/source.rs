@@ -78,7 +78,6 @@ pub(crate) fn idle_handles(
                     age: node.age,
                     epoch: node.epoch,
                     releasable: handle.zombies == 0,
-                    around: idle.end - idle.start,
                 });
             }
         }
@@ -231,17 +230,7 @@ mod tests {
     }
 
     fn victim(handle: u32, granules: u32, age: u32) -> Victim {
-        Victim {
-            handle,
-            granules,
-            home: handle * 100,
-            segment: 0,
-            node: handle,
-            age,
-            epoch: 0,
-            releasable: true,
-            around: granules,
-        }
+        Victim { handle, granules, home: handle * 100, segment: 0, node: handle, age, epoch: 0, releasable: true }
     }
 
     const TERMS: Terms =
