@@ -26,6 +26,7 @@ mod suite;
 #[cfg(feature = "cli")]
 pub mod trace;
 pub mod units;
+mod used;
 
 pub use backend::{ClientEvent, StreamId};
 #[cfg(feature = "cuda")]

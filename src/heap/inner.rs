@@ -19,6 +19,7 @@ use crate::physical::{HandleId, Physical};
 use crate::segment::nodes::{Kind, NodeId};
 use crate::segment::{Claim, History, Segment, Stamp};
 use crate::units::{GRANULE, MIB, UNIT};
+use crate::used::Used;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::Relaxed};
@@ -74,6 +75,7 @@ pub(crate) struct Inner {
     pub(crate) nvtx: Nvtx,
     /// Of the two large segments together.
     pub(crate) history: Arc<History>,
+    pub(crate) used: Arc<Used>,
     segments: Box<[OnceLock<Mutex<Segment>>]>,
     /// One more than the highest segment that exists, so that walks stay short.
     segments_end: AtomicU16,
@@ -131,6 +133,7 @@ impl Inner {
             pools: Pools::default(),
             nvtx: Nvtx::off(),
             history: Arc::default(),
+            used: Arc::default(),
             segments: (0..SEGMENTS).map(|_| OnceLock::new()).collect(),
             segments_end: AtomicU16::new(0),
             slow: Mutex::new(slow),
@@ -149,8 +152,8 @@ impl Inner {
     pub(crate) fn segment(&self, index: u16) -> MutexGuard<'_, Segment> {
         let segment = self.segments[index as usize].get_or_init(|| {
             self.segments_end.fetch_max(index + 1, Relaxed);
-            let shared = index < FIRST_POOL;
-            Mutex::new(if shared { Segment::new(Arc::clone(&self.history)) } else { Segment::default() })
+            let large = || Segment::large(Arc::clone(&self.history), Arc::clone(&self.used));
+            Mutex::new(if index < FIRST_POOL { large() } else { Segment::default() })
         });
         segment.lock()
     }

@@ -264,6 +264,7 @@ impl Inner {
             step: self.growth_step(reserved, hard, large),
             passed: self.epochs.passed(),
             stale: large.then(|| self.history.now().saturating_sub(STALE_FREES)),
+            shared: self.streams.are_many(),
         };
         let idle = self.victims(slow, &segment, wanted, 0..0);
         let budgets: &[Budget] =

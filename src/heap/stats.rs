@@ -184,7 +184,7 @@ impl Inner {
             bytes_created: get(&counters.bytes_created),
             driver_calls: self.driver.calls(),
             driver_nanos: self.driver.nanos(),
-            metadata_bytes: slow.physical.metadata_bytes() as u64,
+            metadata_bytes: (slow.physical.metadata_bytes() + self.used.bytes()) as u64,
             ..Stats::default()
         };
         self.add_segments(&mut stats);
