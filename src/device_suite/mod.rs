@@ -10,6 +10,7 @@ pub(crate) mod remap;
 pub(crate) mod replay;
 pub(crate) mod report;
 pub(crate) mod scenarios;
+pub(crate) mod several;
 
 pub(crate) use report::Report;
 
@@ -42,6 +43,7 @@ pub(crate) const SECTIONS: &[Entry] = &[
     Entry { name: "busy", what: "memory asked for while kernels use all that is free", run: heap::busy },
     Entry { name: "speed", what: "growth and remapping through the heap beside bare loops", run: heap::speed },
     Entry { name: "scenarios", what: "patterns from public reports, on this device", run: scenarios::run },
+    Entry { name: "several", what: "several GPUs of one host: peers, a heap on each, copies", run: several::run },
     Entry { name: "replay", what: "the traces, stamped and checked by kernels", run: replay::verified },
     Entry { name: "ballast", what: "the traces in the least memory that sim needs", run: replay::ballast },
 ];

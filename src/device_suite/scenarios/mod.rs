@@ -80,6 +80,6 @@ fn order(suite: &Suite, stream: StreamId, other: StreamId) -> Result<(), Error> 
 }
 
 /// `cudarc`'s error asks the driver for a text when it is formatted; its code does not.
-fn refused(error: cudarc::driver::DriverError) -> Error {
+pub(crate) fn refused(error: cudarc::driver::DriverError) -> Error {
     DriverError::new(DriverCall::Other, format!("{:?}", error.0)).into()
 }
