@@ -46,8 +46,8 @@ impl<T: DeviceRepr> DeviceBuffer<T> {
     /// resort (see [`Heap::alloc`]).
     ///
     /// # Errors
-    /// As [`Heap::alloc`]; [`Error::InvalidArgument`] for a heap that is not on the `cuda` backend, or
-    /// when the size in bytes overflows.
+    /// As [`Heap::alloc`]; [`Error::InvalidArgument`] for a heap that is not on the `cuda` backend or not on the
+    /// stream's device, when the size in bytes overflows, or for elements aligned to more than 2 MiB.
     ///
     /// # Safety
     /// Nothing reads an element before it was written.
@@ -55,9 +55,15 @@ impl<T: DeviceRepr> DeviceBuffer<T> {
         if heap.backend().kind() != BackendKind::Cuda {
             return Err(Error::InvalidArgument("a DeviceBuffer needs a heap on the cuda backend".into()));
         }
+        let (of_heap, of_stream) = (heap.backend().device(), stream.context().ordinal());
+        if usize::try_from(of_heap) != Ok(of_stream) {
+            let why =
+                format!("the heap is on device {of_heap} and the stream on device {of_stream}; give one of the heap's");
+            return Err(Error::InvalidArgument(why));
+        }
         let bytes = len.checked_mul(size_of::<T>()).and_then(|bytes| u64::try_from(bytes).ok());
         let bytes = bytes.ok_or_else(|| Error::InvalidArgument(format!("{len} elements exceed all memory")))?;
-        let allocation = heap.alloc(bytes, id(stream))?;
+        let allocation = heap.alloc_aligned(bytes, align_of::<T>() as u64, id(stream))?;
         let address = allocation.address();
         let stream = stream.clone();
         Ok(Self { allocation, address, len, stream, elsewhere: OnceLock::new(), elements: PhantomData })

@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -145,7 +146,12 @@ impl Driver {
     fn tell(&self, change: MappingChange, address: u64, bytes: u64, handle: PhysicalAllocation) {
         if !self.watchers.is_empty() {
             let event = MappingEvent { change, address, bytes, handle, device: self.backend.device() };
-            self.watchers.iter().for_each(|watcher| watcher(&event));
+            for watcher in &self.watchers {
+                // A panic half-way through a transaction would leave it undone for good.
+                if catch_unwind(AssertUnwindSafe(|| watcher(&event))).is_err() {
+                    tracing::error!(?event, "a mapping callback panicked; the heap goes on without it");
+                }
+            }
         }
     }
 

@@ -47,6 +47,16 @@ pub(crate) struct Pending {
     pub(crate) refused: bool,
 }
 
+/// A stream that a live block was declared used on.
+#[derive(Debug, Clone, Copy)]
+struct Use {
+    stream: StreamId,
+    /// Its identity: the handle may stand for another stream when the block is freed.
+    key: u64,
+    /// The stream was retired meanwhile, and its handle may be gone.
+    retired: bool,
+}
+
 /// What the driver lock guards.
 #[derive(Debug, Default)]
 pub(crate) struct Slow {
@@ -82,7 +92,7 @@ pub(crate) struct Inner {
     pub(crate) slow: Mutex<Slow>,
     pub(crate) pending: Mutex<VecDeque<Pending>>,
     /// Streams that a live block was declared used on, by its first unit.
-    uses: Mutex<HashMap<u32, Vec<StreamId>>>,
+    uses: Mutex<HashMap<u32, Vec<Use>>>,
     pub(crate) counters: Counters,
     pub(crate) quiesce: bool,
     pub(crate) callbacks: Mutex<Vec<Callback>>,
@@ -309,15 +319,20 @@ impl Inner {
 
     /// Records what a freed block with declared uses waits for, besides an event of the caller's.
     pub(crate) fn suspend(&self, segment: u16, node: NodeId, unit: u32, stamp: Stamp, after: Option<Event>) {
-        let streams = self.uses.lock().remove(&unit).unwrap_or_default();
+        let uses = self.uses.lock().remove(&unit).unwrap_or_default();
         let backend = self.driver.backend();
         let mut events: Vec<Event> = after.into_iter().collect();
         let mut refused = false;
         // Held while recording, so that a shutdown finds every event that there is.
         let mut pending = self.pending.lock();
-        for stream in streams {
+        for Use { stream, key, retired } in uses {
             if self.shut.load(Relaxed) {
                 break;
+            }
+            // An event on another stream, or on this thread's own for another thread's, would prove nothing.
+            if retired || backend.stream_key(stream) != Ok(key) {
+                refused = true;
+                continue;
             }
             match backend.record(EventScope::Stream(stream)) {
                 Ok(event) => events.push(event),
@@ -344,11 +359,17 @@ impl Inner {
         }
         node.has_uses = true;
         let mut uses = self.uses.lock();
-        let streams = uses.entry(place.unit).or_default();
-        if !streams.contains(&stream) {
-            streams.push(stream);
+        let uses = uses.entry(place.unit).or_default();
+        if !uses.iter().any(|one| one.key == key) {
+            uses.push(Use { stream, key, retired: false });
         }
         Ok(())
+    }
+
+    /// Declared uses of a stream end with its epoch from now on: its handle is not named again.
+    pub(crate) fn retire_uses(&self, key: u64) {
+        let mut uses = self.uses.lock();
+        uses.values_mut().flatten().filter(|one| one.key == key).for_each(|one| one.retired = true);
     }
 
     /// Closes the open epoch, but not while a graph is captured: the event would invalidate the capture, and
@@ -377,7 +398,8 @@ impl Inner {
     }
 
     fn record_epoch(&self) {
-        self.epochs.close(self.driver.backend(), || self.streams.all().iter().map(|stream| stream.id).collect());
+        let backend = self.driver.backend();
+        self.epochs.close(backend, || self.streams.all().iter().map(|one| backend.of_all_threads(one.id)).collect());
     }
 
     /// Requested and rounded size of a live block, and its stream.

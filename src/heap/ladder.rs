@@ -5,6 +5,7 @@
 
 use super::execute::Outcome;
 use super::inner::{Block, FIRST_POOL, HUGE_BYTES, Inner, LARGE, Slow, Wanted};
+use crate::backend::{Backend, Event};
 use crate::config::{CrossStream, Defrag, Growth, Shrink};
 use crate::error::{DriverError, Error, Result};
 use crate::plan::place::{Places, Request};
@@ -24,6 +25,8 @@ const REPLANS: u32 = 64;
 const SLICE: Duration = Duration::from_micros(200);
 /// Rounds of a host wait in which a clock may stand still (a driver that refuses every wait).
 const STUCK: u32 = 1000;
+/// Refusals one after the other after which a host wait gives up: the device, and not one call, has failed.
+const REFUSALS: u32 = 8;
 /// Blocks with declared uses that a request looks at while a graph is captured.
 const SETTLE: usize = 16;
 /// Places that are tried before there is none.
@@ -61,6 +64,20 @@ enum Rung {
     Nothing(Option<DriverError>),
 }
 
+/// Waits for each of these events. An error when the driver says of one neither that it has passed nor that it has
+/// not: a wait alone may be refused.
+fn waits(backend: &dyn Backend, events: &[Event], slice: Duration) -> std::result::Result<(), DriverError> {
+    let mut done = Ok(());
+    for event in events {
+        if let Err(error) = backend.wait(event, slice)
+            && backend.is_done(event).is_err()
+        {
+            done = Err(error);
+        }
+    }
+    done
+}
+
 impl Inner {
     /// Serves a request that has no fitting free block, or says why not.
     pub(crate) fn alloc_slow(&self, wanted: &Wanted) -> Result<Block> {
@@ -72,7 +89,7 @@ impl Inner {
         let mut wanted = *wanted;
         self.notice_capture(&mut wanted);
         let mut called_back = false;
-        let (mut last, mut stuck) = (Duration::ZERO, 0u32);
+        let (mut last, mut stuck, mut refusals) = (Duration::ZERO, 0u32, 0u32);
         loop {
             let refusal = {
                 let mut slow = self.slow.lock();
@@ -107,11 +124,15 @@ impl Inner {
             stuck = if elapsed == last { stuck + 1 } else { 0 };
             last = elapsed;
             let hopeless = self.counters.live().saturating_add(wanted.bytes) > self.limit.load(Relaxed);
-            if !hopeless
-                && stuck < STUCK
-                && elapsed < self.config.wait_limit
-                && self.wait_for_progress(SLICE.max(elapsed / 8))
+            let waiting = !hopeless && stuck < STUCK && elapsed < self.config.wait_limit;
+            let progress = if waiting { self.wait_for_progress(SLICE.max(elapsed / 8)) } else { Ok(false) };
+            refusals = if progress.is_err() { refusals + 1 } else { 0 };
+            if let Err(error) = &progress
+                && refusals >= REFUSALS
             {
+                return Err(error.clone().into());
+            }
+            if progress.unwrap_or(true) {
                 if !waited {
                     waited = true;
                     self.counters.host_waits.fetch_add(1, Relaxed);
@@ -437,7 +458,10 @@ impl Inner {
     }
 
     /// Waits on the host for the oldest thing that may free memory. False: there is nothing to wait for.
-    fn wait_for_progress(&self, slice: Duration) -> bool {
+    ///
+    /// # Errors
+    /// What the driver says when it cannot tell whether that has passed.
+    fn wait_for_progress(&self, slice: Duration) -> std::result::Result<bool, DriverError> {
         let backend = self.driver.backend();
         let unpassed = self.first_unpassed();
         if unpassed.is_some_and(|epoch| epoch >= self.epochs.open()) {
@@ -445,25 +469,20 @@ impl Inner {
         }
         // Epochs pass in order, so that the oldest is in the way of all others.
         if let Some((_, events)) = unpassed.and_then(|_| self.epochs.oldest()) {
-            for event in events.iter() {
-                // A refusal shows again when the event is polled.
-                let _ = backend.wait(event, slice);
-            }
+            let done = waits(backend, &events, slice);
             crate::epoch::recycle(backend, events);
-            return true;
+            return done.map(|()| true);
         }
         let first = self.pending.lock().pop_front();
-        let Some(first) = first else { return false };
-        for event in &first.events {
-            let _ = backend.wait(event, slice);
-        }
+        let Some(first) = first else { return Ok(false) };
+        let done = waits(backend, &first.events, slice);
         let mut pending = self.pending.lock();
         if self.shut.load(Relaxed) {
             first.events.into_iter().for_each(|event| backend.recycle(event));
         } else {
             pending.push_back(first);
         }
-        true
+        done.map(|()| true)
     }
 
     /// The first epoch whose end would let free memory, a pending block or a zombie be used.

@@ -228,6 +228,8 @@ impl Inner {
                 why: "the heap does not know it, or it was retired before".into(),
             });
         };
+        backend.retired(stream.id);
+        self.retire_uses(key);
         let _slow = self.slow.lock();
         for index in self.segment_indices() {
             self.segment(index).disown(stream.slot);
