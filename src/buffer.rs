@@ -1,4 +1,4 @@
-//! [`DeviceBuffer`]: memory of a heap that `cudarc` takes wherever it takes a `CudaSlice`.
+//! [`DeviceBuffer`]: memory of a heap that `cudarc` takes where it takes a `CudaSlice` by its traits.
 
 use crate::backend::{BackendKind, StreamId};
 use crate::error::{DriverCall, DriverError, Error, Result};
@@ -12,6 +12,20 @@ use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
 
 /// `len` elements of device memory, allocated for one stream and freed on it when dropped.
+///
+/// ```no_run
+/// use xseg::{DeviceBuffer, Heap};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let heap = Heap::builder().conf("backend:cuda=0")?.build()?;
+/// // The same device; opened after the heap, which says clearly where there is no driver.
+/// let stream = cudarc::driver::CudaContext::new(0)?.new_stream()?;
+/// let mut buffer = DeviceBuffer::<f32>::zeros(&heap, &stream, 1024)?;
+/// stream.memcpy_htod(&[1.0f32; 1024], &mut buffer)?;
+/// assert_eq!(stream.clone_dtoh(&buffer)?[7], 1.0);
+/// # Ok(())
+/// # }
+/// ```
 ///
 /// Copies, cuBLAS and everything else that takes `cudarc`'s [`DevicePtr`] or [`DevicePtrMut`] take it.
 /// As with `cudarc`'s own buffers, use through these traits on *another* stream is ordered after the

@@ -173,9 +173,12 @@ impl Inner {
 
     /// Granules that a range of addresses of the heap touches.
     fn granules_of(&self, address: u64, bytes: u64) -> Result<std::ops::Range<u32>> {
+        if bytes == 0 {
+            return Err(Error::InvalidArgument(format!("a range of 0 bytes at {address:#x} cannot be pinned")));
+        }
         let fault = Error::InvalidPointer { address, why: PointerFault::Foreign };
         let first = self.space.locate(address).ok_or(fault.clone())?;
-        let end = address.checked_add(bytes.max(1) - 1).ok_or(fault.clone())?;
+        let end = address.checked_add(bytes - 1).ok_or(fault.clone())?;
         let last = self.space.locate(end).ok_or(fault)?;
         Ok(first.unit / UNITS_PER_GRANULE..last.unit / UNITS_PER_GRANULE + 1)
     }
