@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use xseg::backend::cuda::memory::Stamp;
-use xseg::backend::{Backend, StreamId};
+use xseg::backend::{Backend, DriverCalls, StreamId};
 use xseg::config::{Config, SizeOrShare};
 use xseg::trace::{Action, Trace};
 use xseg::units::{GIB, GRANULE, MIB, human, round_down};
@@ -220,6 +220,9 @@ pub(crate) fn ballast(suite: &Suite) -> Result<Section, Error> {
         "driver ms",
         "modelled ms",
         "measured / modelled",
+        "create µs a call",
+        "map and set_access µs a call",
+        "unmap µs a call",
         "host waits",
     ];
     let mut table = Table::new(&columns);
@@ -237,6 +240,10 @@ pub(crate) fn ballast(suite: &Suite) -> Result<Section, Error> {
         let done = done?;
         let measured = done.stats.driver_nanos as f64 / 1e6;
         let (modelled, _) = modelled(&trace, limit)?;
+        // Microseconds of what the first names for each of what the second names.
+        let per_call = |nanos: fn(&DriverCalls) -> u64, count: fn(&DriverCalls) -> u64| {
+            nanos(&done.stats.driver_call_nanos) as f64 / 1e3 / count(&done.stats.driver_calls).max(1) as f64
+        };
         table.row([
             trace.name.as_str().into(),
             (left as f64 / peak as f64).into(),
@@ -246,6 +253,9 @@ pub(crate) fn ballast(suite: &Suite) -> Result<Section, Error> {
             measured.into(),
             modelled.into(),
             (measured / modelled).into(),
+            per_call(|calls| calls.create, |calls| calls.create).into(),
+            per_call(|calls| calls.map + calls.set_access, |calls| calls.map).into(),
+            per_call(|calls| calls.unmap, |calls| calls.unmap).into(),
             done.stats.host_waits.into(),
         ]);
         let found = if done.completed { human(left) } else { done.why };

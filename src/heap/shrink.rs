@@ -255,7 +255,7 @@ impl Inner {
         for one in self.pending.lock().drain(..) {
             one.events.into_iter().for_each(|event| backend.recycle(event));
         }
-        let before = self.driver.nanos();
+        let before = self.driver.nanos().total();
         let report = |what: &str, error: crate::error::DriverError| tracing::warn!(%error, "{what} at shutdown");
         // A second try, since a refusal may be of the moment.
         if let Err(error) = self.release_all(&mut slow).or_else(|_| self.release_all(&mut slow)) {
@@ -264,7 +264,7 @@ impl Inner {
         slow.physical.forget_cache();
         // A callback may hold this heap.
         self.callbacks.lock().clear();
-        self.counters.teardown_nanos.fetch_add(self.driver.nanos() - before, Relaxed);
+        self.counters.teardown_nanos.fetch_add(self.driver.nanos().total() - before, Relaxed);
         for reservation in self.space.reservations() {
             let unreserve = || self.driver.unreserve(reservation.address, reservation.bytes);
             if let Err(error) = unreserve().or_else(|_| unreserve()) {
