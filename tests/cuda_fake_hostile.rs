@@ -6,7 +6,7 @@
 mod control;
 
 use control::{Control, on_stand_in};
-use cudarc::driver::CudaContext;
+use cudarc::driver::{CudaContext, DevicePtr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -599,5 +599,25 @@ fn threads_own_streams_without_context_events() {
         let recorded: Vec<&String> = log.iter().filter(|line| line.starts_with("cuEventRecord")).collect();
         // The legacy stream waits for those of all threads.
         assert!(!recorded.is_empty() && recorded.iter().all(|line| line.ends_with(" 1 = 0")), "{recorded:?}");
+    });
+}
+
+/// Else its memory could be given away while that stream still uses it.
+#[test]
+fn a_use_that_the_heap_cannot_be_told_of_is_waited_for() {
+    on_stand_in("a_use_that_the_heap_cannot_be_told_of_is_waited_for", &[], &[], |driver| {
+        let heap = heap("backend:cuda,limit:64MiB,reserve:4GiB");
+        let context = CudaContext::new(0).unwrap();
+        let (own, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+        let buffer = DeviceBuffer::<u8>::zeros(&heap, &own, 1000).unwrap();
+        let synchronized = |driver: &Control| {
+            let line = format!("cuStreamSynchronize {:x} = 0", other.cu_stream() as u64);
+            driver.log().contains(&line)
+        };
+        drop(buffer.device_ptr(&other));
+        assert!(!synchronized(driver));
+        heap.retire_stream(StreamId(other.cu_stream() as u64)).unwrap();
+        drop(buffer.device_ptr(&other));
+        assert!(synchronized(driver));
     });
 }
