@@ -159,11 +159,11 @@ impl<T> DeviceBuffer<T> {
     fn ordered<'a>(&'a self, stream: &'a CudaStream) -> SyncOnDrop<'a> {
         let context = stream.context();
         let foreign = id(stream) != id(&self.stream);
-        if foreign && let Err(error) = self.allocation.record_use(id(stream)) {
-            tracing::error!(%error, "the heap was not told of a use on another stream");
-        }
+        let told = !foreign || self.allocation.record_use(id(stream)).is_ok();
+        // Of a use that the heap knows nothing of, the host waits for the end.
+        let unordered = if told { SyncOnDrop::Record(None) } else { SyncOnDrop::Sync(Some(stream)) };
         if !context.is_managing_stream_synchronization() {
-            return SyncOnDrop::Record(None);
+            return unordered;
         }
         if let Some(event) = self.elsewhere.get() {
             context.record_err(stream.wait(event));
@@ -172,6 +172,9 @@ impl<T> DeviceBuffer<T> {
             return SyncOnDrop::Record(None);
         }
         context.record_err(stream.join(&self.stream));
+        if !told {
+            return unordered;
+        }
         if self.elsewhere.get().is_none() {
             match context.new_event(None) {
                 // A second thread's may have come first: then that one is used.

@@ -6,7 +6,7 @@
 mod control;
 
 use control::{Control, on_stand_in};
-use cudarc::driver::CudaContext;
+use cudarc::driver::{CudaContext, DevicePtr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -195,7 +195,7 @@ fn odd_requests() {
 }
 
 /// One client's whole life; what fails may fail.
-fn life(heap: &Heap, streams: &[StreamId; 3], event: ClientEvent) -> u64 {
+fn life(driver: &Control, heap: &Heap, streams: &[StreamId; 3], event: ClientEvent) -> u64 {
     let [one, two, three] = *streams;
     let mut refused = 0;
     let mut kept: Vec<Allocation> = Vec::new();
@@ -207,6 +207,7 @@ fn life(heap: &Heap, streams: &[StreamId; 3], event: ClientEvent) -> u64 {
         }
     };
     for round in 0..4 {
+        driver.hold_events(round % 2 == 0);
         for size in [5 * MIB, 100, 2 * MIB, 9 * MIB] {
             kept.extend(note(heap.alloc(size, one)));
         }
@@ -244,7 +245,15 @@ fn life(heap: &Heap, streams: &[StreamId; 3], event: ClientEvent) -> u64 {
         heap.trim();
         heap.check().unwrap();
     }
+    // What waits and what is live is left to the heap's end.
+    driver.hold_events(true);
+    kept.extend(note(heap.alloc(7 * MIB, one)));
+    if let Some(block) = kept.last() {
+        let _ = block.record_use(two);
+    }
     let _ = heap.retire_stream(three);
+    kept.truncate(kept.len() / 2);
+    kept.into_iter().map(Allocation::into_raw).for_each(|address| assert!(address > 0));
     heap.check().unwrap();
     refused
 }
@@ -264,11 +273,12 @@ fn any_call_of_a_life(test: &str, code: u32, conf: &'static str, env: &[(&str, &
             driver.raw_pop(&raw mut context);
             driver.clear_log();
             driver.fail_at(turn, code);
-            refused += life(&heap, &streams, ClientEvent(event));
+            refused += life(driver, &heap, &streams, ClientEvent(event));
             let missed = driver.fail_pending();
             driver.fail_at(0, 0);
             let log = driver.log();
             drop(heap);
+            driver.hold_events(false);
             let name = log
                 .iter()
                 .find(|line| line.ends_with(&format!(" = {code}")))
@@ -314,6 +324,52 @@ fn any_call_of_a_life_may_fail_on_an_old_driver() {
         &[("FAKE_CUDA_COMPUTE", "70")],
         &["cuCtxRecordEvent", "cuStreamGetId"],
     );
+}
+
+#[test]
+fn any_call_of_a_life_with_peers_may_fail() {
+    const CONF: &str = "backend:cuda,limit:32MiB,reserve:4GiB,wait_limit:0s,peers:all,cross_stream:wait,defrag:eager,shrink:watermark=10%";
+    any_call_of_a_life("any_call_of_a_life_with_peers_may_fail", 999, CONF, &[], &[]);
+}
+
+/// What gives memory back is tried again; an event or stream whose end is refused stays, and nothing else.
+#[test]
+fn any_call_of_the_end_may_fail() {
+    const UNDONE: [&str; 3] = ["cuEventDestroy_v2", "cuStreamDestroy_v2", "cuDevicePrimaryCtxRelease_v2"];
+    on_stand_in("any_call_of_the_end_may_fail", &[], &[], |driver| {
+        for turn in 1.. {
+            let (before, streams_before) = (all(driver), driver.count(8));
+            let heap = heap(CONF);
+            driver.push(0xC000);
+            let streams = [(); 3].map(|()| StreamId(driver.create_stream()));
+            let event = driver.recorded_event(streams[1].0);
+            life(driver, &heap, &streams, ClientEvent(event));
+            driver.pop_all();
+            driver.clear_log();
+            driver.fail_at(turn, 999);
+            drop(heap);
+            let missed = driver.fail_pending();
+            driver.fail_at(0, 0);
+            driver.hold_events(false);
+            let log = driver.log();
+            let failed = log.iter().find(|line| line.ends_with(" = 999"));
+            let name = failed.map_or("", |line| line.split(' ').next().unwrap());
+            driver.pop_all();
+            driver.set_capture_mode(0);
+            driver.push(0xC000);
+            streams.iter().for_each(|stream| driver.destroy_stream(stream.0));
+            assert_eq!(driver.raw_destroy_event(event), 0);
+            driver.pop_all();
+            let left = all(driver);
+            assert_eq!(left[..3], [0; 3], "{name} at turn {turn}");
+            let more = (left.iter().sum::<u64>() + driver.count(8)) - (before.iter().sum::<u64>() + streams_before);
+            assert!(more <= u64::from(UNDONE.contains(&name)), "{name} at turn {turn}: {before:?}, then {left:?}");
+            if missed {
+                assert!(turn > 20, "{turn}");
+                break;
+            }
+        }
+    });
 }
 
 #[test]
@@ -599,5 +655,25 @@ fn threads_own_streams_without_context_events() {
         let recorded: Vec<&String> = log.iter().filter(|line| line.starts_with("cuEventRecord")).collect();
         // The legacy stream waits for those of all threads.
         assert!(!recorded.is_empty() && recorded.iter().all(|line| line.ends_with(" 1 = 0")), "{recorded:?}");
+    });
+}
+
+/// Else its memory could be given away while that stream still uses it.
+#[test]
+fn a_use_that_the_heap_cannot_be_told_of_is_waited_for() {
+    on_stand_in("a_use_that_the_heap_cannot_be_told_of_is_waited_for", &[], &[], |driver| {
+        let heap = heap("backend:cuda,limit:64MiB,reserve:4GiB");
+        let context = CudaContext::new(0).unwrap();
+        let (own, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+        let buffer = DeviceBuffer::<u8>::zeros(&heap, &own, 1000).unwrap();
+        let synchronized = |driver: &Control| {
+            let line = format!("cuStreamSynchronize {:x} = 0", other.cu_stream() as u64);
+            driver.log().contains(&line)
+        };
+        drop(buffer.device_ptr(&other));
+        assert!(!synchronized(driver));
+        heap.retire_stream(StreamId(other.cu_stream() as u64)).unwrap();
+        drop(buffer.device_ptr(&other));
+        assert!(synchronized(driver));
     });
 }

@@ -7,6 +7,7 @@ mod execute;
 mod export;
 mod inner;
 mod ladder;
+mod last;
 mod pools;
 mod report;
 mod shrink;
@@ -324,7 +325,7 @@ impl Heap {
     }
 
     /// Adds a function that is called, without any lock held, before an out-of-memory error. It may
-    /// free blocks; when it says that it did, the request is tried again.
+    /// free blocks; when it says that it did, the request is tried again. A request that it makes itself calls none.
     pub fn on_out_of_memory(&self, callback: OutOfMemoryCallback) {
         self.inner.callbacks.lock().push(Arc::from(callback));
     }

@@ -489,8 +489,8 @@ impl Backend for CudaBackend {
 
 impl Drop for CudaBackend {
     fn drop(&mut self) {
-        // Without a context the driver is shutting down, and the events go with it.
-        if let Ok(_entered) = self.primary.enter(true) {
+        // Refused twice, the driver is shutting down, and the events go with it.
+        if let Ok(_entered) = self.primary.enter(true).or_else(|_| self.primary.enter(true)) {
             self.waiters.clear(self.primary.api());
             self.events.clear(self.primary.api());
         }
