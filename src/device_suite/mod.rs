@@ -3,6 +3,7 @@
 pub(crate) mod bandwidth;
 pub(crate) mod cost;
 pub(crate) mod facts;
+pub(crate) mod fresh;
 pub(crate) mod growth;
 pub(crate) mod heap;
 pub(crate) mod memory;
@@ -35,6 +36,7 @@ pub(crate) struct Entry {
 
 /// All sections in the order in which they run.
 pub(crate) const SECTIONS: &[Entry] = &[
+    Entry { name: "fresh", what: "the first growth, before the memory was used", run: fresh::run },
     Entry { name: "facts", what: "what the backend and the kernels promise, checked on this device", run: facts::run },
     Entry { name: "cost", what: "what each driver call costs, by handle size", run: cost::run },
     Entry { name: "growth", what: "growth and its undoing by bare driver calls, by handle size", run: growth::run },
