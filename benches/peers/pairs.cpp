@@ -1,5 +1,6 @@
 #include "pairs.hpp"
 
+#include <array>
 #include <atomic>
 #include <functional>
 #include <numeric>
@@ -11,7 +12,7 @@
 namespace {
 
 constexpr std::size_t KIB = 1024, MIB = 1024 * KIB;
-constexpr int SAMPLES = 15, SAMPLES_MIN = 3;
+constexpr std::size_t SAMPLES = 31, SAMPLES_MIN = 3;
 // A pattern ends after this time, once it has enough samples.
 constexpr double PATTERN_SECONDS = 1.0;
 // Time of one sample of pairs.
@@ -35,13 +36,8 @@ private:
     std::uint64_t state_ = 0x9E37'79B9'7F4A'7C15ULL;
 };
 
-struct Stream {
-    Stream() { check(cudaStreamCreateWithFlags(&id, cudaStreamNonBlocking), "cudaStreamCreate"); }
-    ~Stream() { cudaStreamDestroy(id); }
-    Stream(const Stream&) = delete;
-    Stream& operator=(const Stream&) = delete;
-    cudaStream_t id = nullptr;
-};
+// One for each thread. They are never destroyed: expandable segments wait for theirs when they give memory back.
+std::array<cudaStream_t, THREADS> streams;
 
 void* must(Allocator& allocator, std::size_t bytes, cudaStream_t stream) {
     void* block = allocator.alloc(bytes, stream);
@@ -112,12 +108,12 @@ std::size_t pairs_a_sample(Allocator& allocator, std::size_t bytes, cudaStream_t
 }
 
 void one_size(const char* name, Allocator& allocator, std::size_t bytes, bool quick) {
-    const Stream stream;
-    const std::size_t count = pairs_a_sample(allocator, bytes, stream.id);
+    const cudaStream_t stream = streams[0];
+    const std::size_t count = pairs_a_sample(allocator, bytes, stream);
     std::vector<double> times;
     int round = 0;
     const auto once = [&] {
-        const double time = pairs(allocator, bytes, stream.id, count);
+        const double time = pairs(allocator, bytes, stream, count);
         if (round++ > 0) {
             times.push_back(time / static_cast<double>(count));
         }
@@ -128,7 +124,7 @@ void one_size(const char* name, Allocator& allocator, std::size_t bytes, bool qu
 
 // A block of those that live is freed and one of another size allocated, at random.
 void churn(const char* name, Allocator& allocator, std::size_t live, bool quick) {
-    const Stream stream;
+    const cudaStream_t stream = streams[0];
     Random random;
     struct Block {
         void* at;
@@ -137,7 +133,7 @@ void churn(const char* name, Allocator& allocator, std::size_t live, bool quick)
     std::vector<Block> blocks(live);
     for (auto& block : blocks) {
         block.bytes = random.size();
-        block.at = must(allocator, block.bytes, stream.id);
+        block.at = must(allocator, block.bytes, stream);
     }
     std::vector<std::pair<std::size_t, std::size_t>> steps(live);
     std::vector<double> times;
@@ -150,8 +146,8 @@ void churn(const char* name, Allocator& allocator, std::size_t live, bool quick)
         }
         const auto start = Clock::now();
         for (const auto& [slot, bytes] : steps) {
-            allocator.free(blocks[slot].at, blocks[slot].bytes, stream.id);
-            blocks[slot] = {must(allocator, bytes, stream.id), bytes};
+            allocator.free(blocks[slot].at, blocks[slot].bytes, stream);
+            blocks[slot] = {must(allocator, bytes, stream), bytes};
         }
         const double time = nanos(Clock::now() - start);
         if (round++ > 0) {
@@ -164,14 +160,14 @@ void churn(const char* name, Allocator& allocator, std::size_t live, bool quick)
     };
     sample(quick, once, [&] { return times.size(); });
     for (const auto& block : blocks) {
-        allocator.free(block.at, block.bytes, stream.id);
+        allocator.free(block.at, block.bytes, stream);
     }
     print(name, {"churn", "pair", 0, live, 1, 1, steps.size(), requested}, times);
 }
 
 // So many blocks of random sizes are allocated in order and freed in a scattered order.
 void many_live(const char* name, Allocator& allocator, std::size_t live, bool quick) {
-    const Stream stream;
+    const cudaStream_t stream = streams[0];
     Random random;
     std::vector<std::size_t> sizes(live), order(live);
     for (auto& bytes : sizes) {
@@ -187,11 +183,11 @@ void many_live(const char* name, Allocator& allocator, std::size_t live, bool qu
     const auto once = [&] {
         const auto start = Clock::now();
         for (std::size_t i = 0; i < live; ++i) {
-            blocks[i] = must(allocator, sizes[i], stream.id);
+            blocks[i] = must(allocator, sizes[i], stream);
         }
         const auto middle = Clock::now();
         for (const std::size_t i : order) {
-            allocator.free(blocks[i], sizes[i], stream.id);
+            allocator.free(blocks[i], sizes[i], stream);
         }
         const auto end = Clock::now();
         if (round++ > 0) {
@@ -206,11 +202,10 @@ void many_live(const char* name, Allocator& allocator, std::size_t live, bool qu
 }
 
 // Pairs of one size on several threads at once: time over all pairs of all threads.
-void threads(const char* name, Allocator& allocator, int count, int streams, bool quick) {
+void threads(const char* name, Allocator& allocator, int count, int apart, bool quick) {
     constexpr std::size_t bytes = 64 * KIB;
-    const std::vector<Stream> own(static_cast<std::size_t>(streams));
     // One thread's sample, so that several take about as long or longer.
-    const std::size_t each = std::max<std::size_t>(pairs_a_sample(allocator, bytes, own[0].id) / 2, 16);
+    const std::size_t each = std::max<std::size_t>(pairs_a_sample(allocator, bytes, streams[0]) / 2, 16);
     std::vector<double> times;
     int round = 0;
     const auto once = [&] {
@@ -220,7 +215,7 @@ void threads(const char* name, Allocator& allocator, int count, int streams, boo
         std::vector<std::thread> all;
         for (int number = 0; number < count; ++number) {
             all.emplace_back([&, number] {
-                const cudaStream_t stream = own[static_cast<std::size_t>(number % streams)].id;
+                const cudaStream_t stream = streams[static_cast<std::size_t>(number % apart)];
                 try {
                     check(cudaSetDevice(0), "cudaSetDevice");
                     pairs(allocator, bytes, stream, 16);
@@ -253,12 +248,15 @@ void threads(const char* name, Allocator& allocator, int count, int streams, boo
     };
     sample(quick, once, [&] { return times.size(); });
     const std::size_t operations = each * static_cast<std::size_t>(count);
-    print(name, {"threads", "pair", bytes, 1, count, streams, operations, bytes * operations}, times);
+    print(name, {"threads", "pair", bytes, 1, count, apart, operations, bytes * operations}, times);
 }
 
 }  // namespace
 
 void run_pairs(const char* name, Allocator& allocator, bool quick) {
+    for (cudaStream_t& stream : streams) {
+        check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    }
     for (const std::size_t bytes : {std::size_t{512}, 64 * KIB, MIB, 20 * MIB, 128 * MIB}) {
         one_size(name, allocator, bytes, quick);
     }

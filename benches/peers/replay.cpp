@@ -203,7 +203,7 @@ void search(const char* name, const Trace& trace, Allocator& allocator, Streams&
     bool ended = completes(high);
     for (int more = 0; !ended && more < 4 && in_time(); ++more) {
         low = high + 1;
-        high += STEPS / 4;
+        high += STEPS;
         ended = completes(high);
     }
     while (ended && low < high && in_time()) {
