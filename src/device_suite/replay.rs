@@ -32,7 +32,10 @@ struct Outcome {
 }
 
 /// Every shipped trace, by name.
-fn traces(suite: &Suite) -> Result<Vec<Trace>, Error> {
+///
+/// # Errors
+/// When a file cannot be read.
+pub(crate) fn traces(suite: &Suite) -> Result<Vec<Trace>, Error> {
     let names = LEAST
         .iter()
         .map(|(name, _)| *name)
