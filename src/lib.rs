@@ -12,6 +12,8 @@ mod edges;
 mod epoch;
 pub mod error;
 mod heap;
+mod keys;
+mod lock;
 mod lookup;
 mod physical;
 mod plan;
