@@ -213,13 +213,23 @@ pub trait Backend: Send + Sync + fmt::Debug {
     }
 
     /// The identity of a stream: two streams that ever existed never share one, though their
-    /// handles may (`cuStreamGetId`). Called on the hot path: a few nanoseconds.
+    /// handles may (`cuStreamGetId`).
     ///
     /// # Errors
     /// [`Error::DeadStream`] for a stream that the backend knows not to exist.
     fn stream_key(&self, stream: StreamId) -> Result<u64, Error> {
         Ok(stream.0)
     }
+
+    /// As [`Backend::stream_key`] where that needs no driver call, for the hot path: a few nanoseconds. Out of date for a
+    /// handle that is used again after its stream was destroyed, until [`Backend::forget_stream`] or the next
+    /// [`Backend::stream_key`]. `None`: ask.
+    fn known_stream_key(&self, stream: StreamId) -> Option<u64> {
+        self.stream_key(stream).ok()
+    }
+
+    /// The stream is going to be destroyed: its handle stands for nothing until it is asked about again.
+    fn forget_stream(&self, _stream: StreamId) {}
 
     /// Records an event that completes when all work queued so far in `scope` has.
     fn record(&self, scope: EventScope) -> Result<Event, DriverError>;

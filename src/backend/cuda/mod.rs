@@ -355,6 +355,18 @@ impl Backend for CudaBackend {
         }
     }
 
+    fn known_stream_key(&self, stream: StreamId) -> Option<u64> {
+        match self.resolve(stream) {
+            0 | STREAM_LEGACY => Some(OWN_KEY),
+            STREAM_PER_THREAD => Some(OWN_KEY | thread_number()),
+            other => self.identities.known(other),
+        }
+    }
+
+    fn forget_stream(&self, stream: StreamId) {
+        self.identities.forget(self.resolve(stream));
+    }
+
     /// A stream that captures a graph is refused. [`EventScope::Context`] must not be asked for while
     /// any stream of the context captures: the driver refuses it and invalidates the capture.
     fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
