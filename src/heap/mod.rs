@@ -5,6 +5,7 @@ mod captures;
 mod contiguous;
 mod execute;
 mod export;
+mod hot;
 mod inner;
 mod ladder;
 mod pools;
@@ -13,6 +14,7 @@ mod shrink;
 mod space;
 mod stats;
 mod streams;
+mod tally;
 
 pub use captures::{PoolId, StreamFilter};
 pub use stats::Stats;

@@ -162,7 +162,7 @@ impl Inner {
                 }
             }
             Shrink::Watermark(share) => {
-                let high = (self.counters.live() as f64 * (1.0 + share)) as u64;
+                let high = (self.live() as f64 * (1.0 + share)) as u64;
                 if slow.physical.reserved() > high {
                     self.trim_to(slow, high.max(self.config.keep));
                 }
@@ -222,6 +222,7 @@ impl Inner {
         }
         // While the stream is known still: where events are per stream, no later epoch covers its work.
         self.close_epoch_now();
+        backend.forget_stream(stream);
         let Some(stream) = self.streams.retire(key) else {
             return Err(Error::DeadStream {
                 stream: stream.0,
@@ -319,7 +320,8 @@ impl Inner {
                     Kind::Live | Kind::Free | Kind::Pending => mapped == all,
                     Kind::Unmapped => mapped == 0 && zombie == 0,
                     Kind::Zombie => mapped == 0 && zombie == all,
-                    Kind::Busy => false,
+                    // Nothing is kept unmerged in a segment that was just locked.
+                    Kind::Busy | Kind::Cached => false,
                 };
                 if !right {
                     return Err(format!(
