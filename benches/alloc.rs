@@ -1,8 +1,8 @@
 //! The hot path: what a pair of `alloc` and `free` costs that needs no driver work, beside a best-fit tree
 //! with a hash map (`alloc/tree.rs`) in the same run.
 //!
-//! On the simulated device, through the public calls, locks included. The table at the end has the least of
-//! the samples, since the machine's other work only ever adds, and the ratios.
+//! On the simulated device, through the public calls, locks included. The table at the end has the least of many
+//! short runs, since the machine's other work only ever adds, and the ratios.
 
 #[path = "alloc/patterns.rs"]
 mod patterns;
@@ -11,28 +11,30 @@ mod tree;
 
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion};
-use patterns::{Population, Subject, repeated, threads};
+use patterns::{Population, STEP, Subject, repeated, threads};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use tree::Tree;
 use xseg::Heap;
 use xseg::units::{KIB, MIB, human};
 
-/// Samples with fewer pairs are too short to count.
-const LEAST_PAIRS: u64 = 256;
+/// Pairs of one run: some hundred microseconds, so that some runs are not interrupted. Whole steps.
+const RUN: u64 = 64 * STEP as u64;
+
+/// Pairs of each thread: so many that starting the threads is a small part.
+const THREAD_RUN: u64 = 100_000;
 
 /// Least nanoseconds a pair: by case, of xseg and of the tree.
 #[derive(Default)]
 struct Results {
     order: Vec<String>,
     best: BTreeMap<(String, &'static str), f64>,
+    /// Bytes of tables a live block, by live blocks.
+    metadata: Vec<(usize, f64)>,
 }
 
 impl Results {
     fn note(&mut self, case: &str, subject: &'static str, pairs: u64, time: Duration) {
-        if pairs < LEAST_PAIRS {
-            return;
-        }
         let nanos = time.as_nanos() as f64 / pairs as f64;
         if !self.order.iter().any(|known| known == case) {
             self.order.push(case.to_owned());
@@ -58,6 +60,9 @@ impl Results {
                 println!("{pattern}: 1,000,000 live blocks cost {:.2} times what 1,000 cost", many / few);
             }
         }
+        for (count, bytes) in &self.metadata {
+            println!("{count} live blocks: {bytes:.1} B of tables each, beside the block table");
+        }
         for kind in ["own", "shared"] {
             let of = |threads: u64| self.of(&format!("{threads} threads, {kind}"), "xseg");
             let one = of(1);
@@ -74,21 +79,24 @@ impl Results {
 
 type Group<'a> = BenchmarkGroup<'a, WallTime>;
 
-/// One case on one subject.
+/// One case on one subject, in runs of so many pairs.
 fn case(
     group: &mut Group<'_>,
     results: &mut Results,
-    name: &str,
-    subject: &'static str,
+    (name, subject): (&str, &'static str),
+    pairs: u64,
     mut run: impl FnMut(u64) -> Duration,
 ) {
     group.bench_function(BenchmarkId::new(subject, name), |bench| {
         // Whatever is made first is made before anything is measured.
         run(0);
-        bench.iter_custom(|pairs| {
-            let time = run(pairs);
-            results.note(name, subject, pairs, time);
-            time
+        bench.iter_custom(|runs| {
+            let timed = |_| {
+                let time = run(pairs);
+                results.note(name, subject, pairs, time);
+                time
+            };
+            (0..runs).map(timed).sum()
         });
     });
 }
@@ -102,23 +110,10 @@ fn sizes(group: &mut Group<'_>, results: &mut Results) {
     for bytes in [512, 64 * KIB, MIB, 20 * MIB, 128 * MIB] {
         let name = format!("pair of {}", human(bytes));
         let (heap, tree) = (heap(), Tree::default());
-        // Some blocks on either side that stay, so that merging and splitting have something to do.
-        for subject in [&heap as &dyn Holds, &tree] {
-            subject.hold(bytes);
-        }
-        case(group, results, &name, "xseg", |pairs| repeated(&heap, bytes, 0, pairs));
-        case(group, results, &name, "tree", |pairs| repeated(&tree, bytes, 0, pairs));
-    }
-}
-
-trait Holds {
-    fn hold(&self, bytes: u64);
-}
-
-impl<S: Subject> Holds for S {
-    fn hold(&self, bytes: u64) {
-        let blocks: Vec<u64> = (0..16).map(|_| self.alloc(bytes, 0)).collect();
-        blocks.iter().step_by(2).for_each(|address| self.free(*address));
+        // One that stays: the pairs go on behind it.
+        (Subject::alloc(&heap, bytes, 0), tree.alloc(bytes, 0));
+        case(group, results, (&name, "xseg"), RUN, |pairs| repeated(&heap, bytes, 0, pairs));
+        case(group, results, (&name, "tree"), RUN, |pairs| repeated(&tree, bytes, 0, pairs));
     }
 }
 
@@ -145,9 +140,12 @@ fn population<'a, S: Subject>(
     let patterns: [(_, Pattern<'a, S>); 3] =
         [("churn", Population::churn), ("step", Population::steps), ("lifo", Population::last_in_first_out)];
     for (pattern, run) in patterns {
-        case(group, results, &format!("{pattern}, {count} live"), name, |pairs| {
+        case(group, results, (&format!("{pattern}, {count} live"), name), RUN, |pairs| {
             run(made.get_or_insert_with(|| Population::new(subject, count)), pairs)
         });
+    }
+    if let (Some(_), Some(bytes)) = (made, subject.metadata()) {
+        results.metadata.push((count, bytes as f64 / count as f64));
     }
 }
 
@@ -156,8 +154,8 @@ fn many_threads(group: &mut Group<'_>, results: &mut Results) {
         for count in [1, 2, 4, 8] {
             let name = format!("{count} threads, {}", if shared { "shared" } else { "own" });
             let (heap, tree) = (heap(), Tree::default());
-            case(group, results, &name, "xseg", |pairs| threads(&heap, count, shared, pairs));
-            case(group, results, &name, "tree", |pairs| threads(&tree, count, shared, pairs));
+            case(group, results, (&name, "xseg"), THREAD_RUN, |pairs| threads(&heap, count, shared, pairs));
+            case(group, results, (&name, "tree"), THREAD_RUN, |pairs| threads(&tree, count, shared, pairs));
         }
     }
 }

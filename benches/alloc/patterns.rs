@@ -9,6 +9,10 @@ use xseg::{Heap, StreamId};
 pub(crate) trait Subject: Sync {
     fn alloc(&self, bytes: u64, stream: u64) -> u64;
     fn free(&self, address: u64);
+    /// Bytes of its own tables, where it counts them.
+    fn metadata(&self) -> Option<u64> {
+        None
+    }
 }
 
 impl Subject for Heap {
@@ -17,6 +21,9 @@ impl Subject for Heap {
     }
     fn free(&self, address: u64) {
         self.free_raw(address).expect("a live block");
+    }
+    fn metadata(&self) -> Option<u64> {
+        Some(self.stats().metadata_bytes)
     }
 }
 
@@ -71,7 +78,7 @@ pub(crate) struct Population<'a, S> {
 /// Sizes and picks are worked out before the clock runs, and used by turns.
 const TURNS: usize = 1 << 16;
 /// Blocks that one step allocates and then frees in reverse.
-const STEP: usize = 64;
+pub(crate) const STEP: usize = 64;
 
 impl<'a, S: Subject> Population<'a, S> {
     /// `count` live blocks on stream 0, as long churn leaves them.
@@ -98,18 +105,17 @@ impl<'a, S: Subject> Population<'a, S> {
         start.elapsed()
     }
 
-    /// Steps: the same blocks each time, freed in reverse.
+    /// Steps: the same blocks each time, freed in reverse. `pairs` in whole steps.
     pub(crate) fn steps(&mut self, pairs: u64) -> Duration {
         let mut held = [0; STEP];
         let start = Instant::now();
-        for _ in 0..pairs.div_ceil(STEP as u64) {
+        for _ in 0..pairs / STEP as u64 {
             for (place, bytes) in held.iter_mut().zip(&self.sizes) {
                 *place = self.subject.alloc(*bytes, 0);
             }
             held.iter().rev().for_each(|address| self.subject.free(*address));
         }
-        // Whole steps were run: the time of what was asked for.
-        start.elapsed().mul_f64(pairs as f64 / (pairs.div_ceil(STEP as u64) * STEP as u64) as f64)
+        start.elapsed()
     }
 
     /// The last block freed is the next one allocated.
