@@ -59,6 +59,15 @@ pub enum CrossStream {
     Wait,
 }
 
+/// How a CUDA stream is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StreamHandles {
+    /// The driver is asked on each request which stream a handle stands for now.
+    Checked,
+    /// A handle is one stream until it is retired.
+    Trusted,
+}
+
 /// How page tables are edited beside running kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RemapMode {
@@ -121,6 +130,8 @@ pub struct Config {
     pub small_limit: u64,
     /// What another stream needs before it takes a free block.
     pub cross_stream: CrossStream,
+    /// How a CUDA stream is known.
+    pub streams: StreamHandles,
     /// How page tables are edited beside running kernels.
     pub remap: RemapMode,
     /// Which backend.
@@ -149,6 +160,7 @@ impl Default for Config {
             slack: None,
             small_limit: MIB,
             cross_stream: CrossStream::Passed,
+            streams: StreamHandles::Checked,
             remap: RemapMode::Auto,
             backend: BackendChoice::Auto,
             peers: Peers::None,

@@ -38,6 +38,8 @@ mod edges;
 mod epoch;
 pub mod error;
 mod heap;
+mod keys;
+mod lock;
 mod lookup;
 #[cfg(feature = "cli")]
 pub mod peers;

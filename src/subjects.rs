@@ -145,7 +145,7 @@ impl Ground {
         if !request.lag.is_zero() {
             return Err("--gpu-lag sets a virtual clock, and a GPU has its own; give --backend host or sim".into());
         }
-        let options = CudaOptions::with_peers(&request.config.peers).map_err(|error| error.to_string())?;
+        let options = CudaOptions::of(&request.config).map_err(|error| error.to_string())?;
         let device = CudaBackend::open(index, &options).map_err(|error| error.to_string())?;
         let device = Arc::new(device);
         let streams = Arc::new(Mutex::new(StreamSet::new(device.clone())));

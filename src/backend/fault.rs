@@ -228,6 +228,10 @@ impl<B: Backend + ?Sized> Backend for FaultyBackend<B> {
         self.inner.stream_key(stream)
     }
 
+    fn known_stream_key(&self, stream: StreamId) -> Option<u64> {
+        self.inner.known_stream_key(stream)
+    }
+
     fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
         self.event(|b| b.record(scope))
     }

@@ -226,12 +226,19 @@ pub trait Backend: Send + Sync + fmt::Debug {
     fn retired(&self, _stream: StreamId) {}
 
     /// The identity of a stream: two streams that ever existed never share one, though their
-    /// handles may (`cuStreamGetId`). Called on the hot path: a few nanoseconds.
+    /// handles may (`cuStreamGetId`).
     ///
     /// # Errors
     /// [`Error::DeadStream`] for a stream that the backend knows not to exist.
     fn stream_key(&self, stream: StreamId) -> Result<u64, Error> {
         Ok(stream.0)
+    }
+
+    /// As [`Backend::stream_key`] where that needs no driver call, for the hot path: a few nanoseconds. Out of date for a
+    /// handle that is used again after its stream was destroyed, until [`Backend::retired`] or the next
+    /// [`Backend::stream_key`]. `None`: ask.
+    fn known_stream_key(&self, stream: StreamId) -> Option<u64> {
+        self.stream_key(stream).ok()
     }
 
     /// Records an event that completes when all work queued so far in `scope` has.
@@ -294,23 +301,23 @@ pub trait Backend: Send + Sync + fmt::Debug {
 /// # Errors
 /// [`Error::Unavailable`] where it cannot be used, and why.
 pub fn open(choice: crate::config::BackendChoice) -> Result<Arc<dyn Backend>, Error> {
-    open_with(choice, &crate::config::Peers::None)
+    open_with(choice, &crate::config::Config::default())
 }
 
-/// As [`open`]; on a GPU, `peers` get access to the memory.
+/// As [`open`]; on a GPU the policy's `peers` get access to the memory, and `streams` says how they are known.
 ///
 /// # Errors
 /// As [`open`], and for a listed peer that does not exist.
 pub fn open_with(
     choice: crate::config::BackendChoice,
-    peers: &crate::config::Peers,
+    config: &crate::config::Config,
 ) -> Result<Arc<dyn Backend>, Error> {
     use crate::config::BackendChoice;
     Ok(match choice {
         BackendChoice::Sim => Arc::new(sim::SimBackend::new(sim::SimOptions::default())),
         BackendChoice::Host => Arc::new(host::HostBackend::new(host::HostOptions::default())?),
-        BackendChoice::Cuda(device) => open_cuda(device, peers)?,
-        BackendChoice::Auto => match open_cuda(0, peers) {
+        BackendChoice::Cuda(device) => open_cuda(device, config)?,
+        BackendChoice::Auto => match open_cuda(0, config) {
             Ok(backend) => backend,
             Err(error) => {
                 tracing::debug!(%error, "no CUDA device; host memory instead");
@@ -321,11 +328,11 @@ pub fn open_with(
 }
 
 #[cfg(feature = "cuda")]
-fn open_cuda(device: u32, peers: &crate::config::Peers) -> Result<Arc<dyn Backend>, Error> {
-    Ok(Arc::new(cuda::CudaBackend::open(device, &cuda::CudaOptions::with_peers(peers)?)?))
+fn open_cuda(device: u32, config: &crate::config::Config) -> Result<Arc<dyn Backend>, Error> {
+    Ok(Arc::new(cuda::CudaBackend::open(device, &cuda::CudaOptions::of(config)?)?))
 }
 
 #[cfg(not(feature = "cuda"))]
-fn open_cuda(_: u32, _: &crate::config::Peers) -> Result<Arc<dyn Backend>, Error> {
+fn open_cuda(_: u32, _: &crate::config::Config) -> Result<Arc<dyn Backend>, Error> {
     Err(Error::Unavailable { backend: "cuda", why: "xseg was built without the `cuda` feature".into() })
 }

@@ -427,6 +427,10 @@ impl Backend for SimBackend {
         Ok(())
     }
 
+    fn known_stream_key(&self, stream: StreamId) -> Option<u64> {
+        Some(stream.0)
+    }
+
     fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
         match scope {
             EventScope::Context if !self.options.context_events => {

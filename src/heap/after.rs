@@ -15,10 +15,10 @@ impl Inner {
         let backend = self.driver.backend();
         // Before anything changes: a refusal leaves the block live.
         let event = if self.shut.load(Relaxed) { None } else { Some(backend.adopt(event)?) };
-        self.space.set_node(place.unit, 0);
+        place.clear();
         let node = &segment.nodes[id];
         let bytes = u64::from(node.len) * UNIT;
-        self.counters.freed(bytes, bytes - u64::from(node.slack));
+        self.count_free(&place, bytes, u64::from(node.slack));
         let stamp = Stamp { owner: node.owner, epoch: self.epochs.open() };
         segment.suspend(id);
         drop(segment);

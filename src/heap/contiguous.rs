@@ -1,7 +1,7 @@
 //! Blocks on one handle of their own.
 #![forbid(unsafe_code)]
 
-use super::inner::{Block, Inner, Slow, Wanted};
+use super::inner::{Block, Inner, SegmentGuard, Slow, Wanted};
 use super::ladder::Found;
 use crate::backend::StreamId;
 use crate::config::Defrag;
@@ -9,9 +9,7 @@ use crate::error::{Error, Result};
 use crate::plan::Supply;
 use crate::plan::contiguous::{self, Terms};
 use crate::plan::source;
-use crate::segment::Segment;
 use crate::units::GRANULE;
-use parking_lot::MutexGuard;
 
 impl Inner {
     /// Allocates a block that is exactly one handle.
@@ -28,7 +26,7 @@ impl Inner {
     pub(super) fn plan_contiguous<'a>(
         &'a self,
         slow: &mut Slow,
-        mut segment: MutexGuard<'a, Segment>,
+        mut segment: SegmentGuard<'a>,
         wanted: &Wanted,
         cap: u64,
     ) -> Result<Found<'a>> {
@@ -39,12 +37,12 @@ impl Inner {
         if let Some(victim) = same.min_by_key(|victim| (victim.age, victim.home)) {
             return Ok(Found::Plan(segment, contiguous::in_place(victim), Supply::default()));
         }
-        let mut placement = contiguous::addresses(&segment, granules, claim);
+        let mut placement = contiguous::addresses(&mut segment, granules, claim);
         if placement.is_none() {
             drop(segment);
             self.add_addresses(wanted)?;
             segment = self.segment(wanted.segment);
-            placement = contiguous::addresses(&segment, granules, claim);
+            placement = contiguous::addresses(&mut segment, granules, claim);
         }
         let Some(placement) = placement else {
             return Err(Error::AddressSpace { requested: wanted.bytes, reserved: self.space.bytes() });

@@ -5,14 +5,13 @@
 //! created for it are released, and handles that had moved stay where they are, free as before.
 #![forbid(unsafe_code)]
 
-use super::inner::{Block, Inner, Slow, Wanted};
+use super::inner::{Block, Inner, SegmentGuard, Slow, Wanted};
 use crate::error::DriverError;
 use crate::physical::{HandleId, Zombie};
 use crate::plan::{Fill, Placement, Source, Supply, Victim};
 use crate::segment::nodes::{Kind, NodeId};
 use crate::segment::{Claim, Segment, Stamp};
 use crate::units::{GRANULE, UNITS_PER_GRANULE};
-use parking_lot::MutexGuard;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// How a transaction ended.
@@ -40,7 +39,7 @@ impl Inner {
     pub(crate) fn execute(
         &self,
         slow: &mut Slow,
-        mut segment: MutexGuard<'_, Segment>,
+        mut segment: SegmentGuard<'_>,
         wanted: &Wanted,
         placement: &Placement,
         supply: &Supply,

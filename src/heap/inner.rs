@@ -1,26 +1,28 @@
-//! The shared state of a heap, its hot path, and the locks.
+//! The shared state of a heap, and the locks.
 //!
 //! Lock order: driver lock (`slow`) before a segment's lock; never two segments' locks at once; the
-//! list of pending frees and the epochs' queue are innermost. Nothing is held while waiting.
+//! list of pending frees, the epochs' queue and the peaks are innermost. Nothing is held while waiting.
 #![forbid(unsafe_code)]
 
 use super::pools::Pools;
-use super::space::{Located, Space};
+use super::space::Space;
 use super::stats::Counters;
 use super::streams::{SEGMENTS, Stream, Streams};
+use super::tally::{Peaks, Tally};
 use crate::backend::driver::Driver;
 use crate::backend::nvtx::Nvtx;
 use crate::backend::{Event, EventScope, StreamId};
-use crate::config::{Config, CrossStream, RESERVE_MAX, Shrink};
+use crate::config::{Config, CrossStream, RESERVE_MAX};
 use crate::edges::Edges;
 use crate::epoch::Epochs;
-use crate::error::{Error, PointerFault, Result};
+use crate::error::{Error, Result};
+use crate::lock::{Guard, Lock};
 use crate::physical::{HandleId, Physical};
-use crate::segment::nodes::{Kind, NodeId};
+use crate::segment::nodes::NodeId;
 use crate::segment::{Claim, History, Segment, Stamp};
-use crate::units::{GIB, GRANULE, MIB, UNIT};
+use crate::units::{GRANULE, MIB, UNIT};
 use crate::used::Used;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
@@ -33,9 +35,16 @@ pub(crate) const HUGE: u16 = 1;
 pub(crate) const FIRST_POOL: u16 = 2;
 /// A request of this many bytes and more is huge.
 pub(crate) const HUGE_BYTES: u64 = 512 * MIB;
-/// Bytes freed on a segment after which an epoch is closed: with several streams, once memory has moved, so that
-/// they take each other's memory where it lies; with several streams; with one, which needs no proof to go on.
-const CLOSE_AFTER: [u64; 3] = [8 * MIB, 64 * MIB, GIB];
+/// A segment with its counts, on lines of its own.
+#[derive(Debug)]
+#[repr(align(128))]
+pub(crate) struct Slot {
+    pub(super) segment: Lock<Segment>,
+    pub(super) tally: Tally,
+}
+
+/// A segment, locked.
+pub(crate) type SegmentGuard<'a> = Guard<'a, Segment>;
 
 /// A freed block that waits for the streams it was declared used on.
 #[derive(Debug)]
@@ -81,13 +90,13 @@ pub(crate) struct Inner {
     pub(crate) space: Space,
     pub(crate) streams: Streams,
     pub(crate) epochs: Epochs,
-    edges: Arc<Edges>,
+    pub(super) edges: Arc<Edges>,
     pub(crate) pools: Pools,
     pub(crate) nvtx: Nvtx,
     /// Of the two large segments together.
     pub(crate) history: Arc<History>,
     pub(crate) used: Arc<Used>,
-    segments: Box<[OnceLock<Mutex<Segment>>]>,
+    pub(super) slots: Box<[OnceLock<Box<Slot>>]>,
     /// One more than the highest segment that exists, so that walks stay short.
     segments_end: AtomicU16,
     pub(crate) slow: Mutex<Slow>,
@@ -95,6 +104,7 @@ pub(crate) struct Inner {
     /// Streams that a live block was declared used on, by its first unit.
     uses: Mutex<HashMap<u32, Vec<Use>>>,
     pub(crate) counters: Counters,
+    pub(crate) peaks: Peaks,
     pub(crate) quiesce: bool,
     pub(crate) callbacks: Mutex<Vec<Callback>>,
     pub(crate) shut: AtomicBool,
@@ -145,12 +155,13 @@ impl Inner {
             nvtx: Nvtx::off(),
             history: Arc::default(),
             used: Arc::default(),
-            segments: (0..SEGMENTS).map(|_| OnceLock::new()).collect(),
+            slots: (0..SEGMENTS).map(|_| OnceLock::new()).collect(),
             segments_end: AtomicU16::new(0),
             slow: Mutex::new(slow),
             pending: Mutex::default(),
             uses: Mutex::default(),
             counters: Counters::default(),
+            peaks: Peaks::default(),
             quiesce,
             callbacks: Mutex::default(),
             shut: AtomicBool::new(false),
@@ -159,19 +170,48 @@ impl Inner {
         }
     }
 
-    /// Locks a segment, which comes into being at first use.
-    pub(crate) fn segment(&self, index: u16) -> MutexGuard<'_, Segment> {
-        let segment = self.segments[index as usize].get_or_init(|| {
-            self.segments_end.fetch_max(index + 1, Relaxed);
-            let large = || Segment::large(Arc::clone(&self.history), Arc::clone(&self.used));
-            Mutex::new(if index < FIRST_POOL { large() } else { Segment::default() })
-        });
-        segment.lock()
+    /// A segment's place; the segment comes into being at first use.
+    #[inline]
+    pub(super) fn slot(&self, index: u16) -> &Slot {
+        match self.slots[index as usize].get() {
+            Some(slot) => slot,
+            None => self.new_slot(index),
+        }
     }
 
-    /// Locks a segment unless another thread holds it.
-    pub(crate) fn try_segment(&self, index: u16) -> Option<MutexGuard<'_, Segment>> {
-        self.segments[index as usize].get()?.try_lock()
+    #[cold]
+    fn new_slot(&self, index: u16) -> &Slot {
+        self.slots[index as usize].get_or_init(|| {
+            self.segments_end.fetch_max(index + 1, Relaxed);
+            let large = || Segment::large(Arc::clone(&self.history), Arc::clone(&self.used));
+            let segment = if index < FIRST_POOL { large() } else { Segment::default().with_cache() };
+            Box::new(Slot { segment: Lock::new(segment.numbered(index)), tally: Tally::default() })
+        })
+    }
+
+    /// Locks a segment, with nothing kept unmerged in it: for all but the hot path.
+    pub(crate) fn segment(&self, index: u16) -> SegmentGuard<'_> {
+        let mut segment = self.slot(index).segment.lock();
+        segment.flush(self.epochs.passed());
+        segment
+    }
+
+    /// As [`Self::segment`], unless another thread holds it.
+    pub(crate) fn try_segment(&self, index: u16) -> Option<SegmentGuard<'_>> {
+        let mut segment = self.slots[index as usize].get()?.segment.try_lock()?;
+        segment.flush(self.epochs.passed());
+        Some(segment)
+    }
+
+    /// The counts of all segments.
+    pub(crate) fn tallies(&self) -> impl Iterator<Item = &Tally> + Clone {
+        let slots = &self.slots[..self.segments_end.load(Relaxed) as usize];
+        slots.iter().filter_map(OnceLock::get).map(|slot| &slot.tally)
+    }
+
+    /// Bytes in live blocks.
+    pub(crate) fn live(&self) -> u64 {
+        self.tallies().map(|tally| tally.live().0).sum()
     }
 
     /// Bytes of addresses that a reservation asks for.
@@ -182,10 +222,11 @@ impl Inner {
 
     /// Segments that exist.
     pub(crate) fn segment_indices(&self) -> impl Iterator<Item = u16> + '_ {
-        (0..self.segments_end.load(Relaxed)).filter(|index| self.segments[*index as usize].get().is_some())
+        (0..self.segments_end.load(Relaxed)).filter(|index| self.slots[*index as usize].get().is_some())
     }
 
     /// What a stream may take, as far as is known now.
+    #[inline]
     pub(crate) fn claim(&self, stream: Stream) -> Claim {
         let horizon = match self.config.cross_stream {
             CrossStream::Off => 0,
@@ -195,6 +236,7 @@ impl Inner {
     }
 
     /// Checks a request. `align` in bytes.
+    #[inline]
     pub(crate) fn wanted(&self, bytes: u64, align: u64, stream: StreamId) -> Result<Wanted> {
         if !align.is_power_of_two() || align > GRANULE {
             return Err(Error::InvalidArgument(format!(
@@ -204,7 +246,11 @@ impl Inner {
         if self.shut.load(Relaxed) {
             return Err(Error::ShutDown);
         }
-        let key = self.driver.backend().stream_key(stream)?;
+        let backend = self.driver.backend();
+        let key = match backend.known_stream_key(stream) {
+            Some(key) => key,
+            None => backend.stream_key(stream)?,
+        };
         let stream = self.streams.get(key, stream)?;
         let align = (align / UNIT).max(1) as u32;
         let Some(len) = bytes.max(1).checked_add(UNIT - 1).and_then(|b| u32::try_from(b / UNIT).ok()) else {
@@ -216,122 +262,6 @@ impl Inner {
         let segment = if bytes <= self.config.small_limit { small } else { large };
         let pool = pool.is_some();
         Ok(Wanted { bytes, len, align, segment, stream, pool, proof: pool, contiguous: 0 })
-    }
-
-    /// Allocates. The hot path: one lock, one bin look-up, one table entry.
-    pub(crate) fn alloc(&self, bytes: u64, align: u64, stream: StreamId) -> Result<Block> {
-        let wanted = self.wanted(bytes, align, stream)?;
-        let mut segment = self.segment(wanted.segment);
-        if let Some(block) = self.take_fitting(&mut segment, &wanted) {
-            return Ok(block);
-        }
-        drop(segment);
-        if let Some(block) = self.take_elsewhere(&wanted) {
-            return Ok(block);
-        }
-        self.alloc_slow(&wanted)
-    }
-
-    /// Serves a large request from free memory of the huge segment, or the other way round.
-    pub(crate) fn take_elsewhere(&self, wanted: &Wanted) -> Option<Block> {
-        let other = match wanted.segment {
-            LARGE => HUGE,
-            HUGE => LARGE,
-            _ => return None,
-        };
-        // One that does not exist yet has nothing.
-        let mut segment = self.segments[other as usize].get()?.lock();
-        self.take_fitting(&mut segment, wanted)
-    }
-
-    /// Serves a request from mapped free memory, if there is any at one place.
-    pub(crate) fn take_fitting(&self, segment: &mut Segment, wanted: &Wanted) -> Option<Block> {
-        let claim = self.claim(wanted.stream);
-        let edges = (wanted.segment < FIRST_POOL).then_some(&*self.edges);
-        let found = segment
-            .find_own(wanted.len, wanted.align, claim, edges)
-            .or_else(|| segment.find_passed(wanted.len, wanted.align, claim, edges))?;
-        let live = segment.take(found, wanted.len, wanted.align, wanted.stream.slot);
-        Some(self.hand_out(segment, live, wanted))
-    }
-
-    /// Enters a live node as a block of the client.
-    pub(crate) fn hand_out(&self, segment: &mut Segment, live: NodeId, wanted: &Wanted) -> Block {
-        let bytes = u64::from(wanted.len) * UNIT;
-        let node = &mut segment.nodes[live];
-        node.slack = (bytes - wanted.bytes) as u32;
-        node.owner = wanted.stream.slot;
-        let start = node.start;
-        self.space.set_node(start, live);
-        self.counters.allocated(bytes, wanted.bytes);
-        Block { address: self.space.address(start), bytes }
-    }
-
-    /// The live block that starts at an address: where, its segment locked, and its node.
-    pub(crate) fn live_block(&self, address: u64) -> Result<(Located<'_>, MutexGuard<'_, Segment>, NodeId)> {
-        let fault = |why| Error::InvalidPointer { address, why };
-        let place = self.space.locate(address).ok_or(fault(PointerFault::Foreign))?;
-        let segment = self.segment(place.segment);
-        match place.node() {
-            0 => Err(fault(pointer_fault(&segment, place.unit))),
-            id => Ok((place, segment, id)),
-        }
-    }
-
-    /// Frees by address. Never waits; one lock.
-    pub(crate) fn free(&self, address: u64) -> Result<()> {
-        self.free_at(address, self.epochs.open())
-    }
-
-    /// Frees a block that no work was ever queued on.
-    pub(crate) fn free_as_new(&self, address: u64) -> Result<()> {
-        self.free_at(address, 0)
-    }
-
-    fn free_at(&self, address: u64, epoch: u32) -> Result<()> {
-        let (place, mut segment, id) = self.live_block(address)?;
-        self.space.set_node(place.unit, 0);
-        let node = &segment.nodes[id];
-        let bytes = u64::from(node.len) * UNIT;
-        self.counters.freed(bytes, bytes - u64::from(node.slack));
-        let stamp = Stamp { owner: node.owner, epoch };
-        if node.has_uses {
-            segment.suspend(id);
-            drop(segment);
-            self.suspend(place.segment, id, place.unit, stamp, None);
-            return Ok(());
-        }
-        segment.free(id, stamp, self.epochs.passed());
-        let freed = segment.freed_units * UNIT;
-        if freed >= CLOSE_AFTER[0] && freed >= self.close_after() {
-            segment.freed_units = 0;
-            drop(segment);
-            self.close_epoch();
-            // Never by waiting: whoever holds the lock is at work on the same.
-            if self.shrinks_by_itself()
-                && let Some(mut slow) = self.slow.try_lock()
-                && !self.shut.load(Relaxed)
-            {
-                self.housekeep(&mut slow);
-                self.shrink(&mut slow);
-            }
-        }
-        Ok(())
-    }
-
-    fn shrinks_by_itself(&self) -> bool {
-        matches!(self.config.shrink, Shrink::Idle(_) | Shrink::Watermark(_))
-    }
-
-    /// See [`CLOSE_AFTER`].
-    fn close_after(&self) -> u64 {
-        match (self.streams.are_many(), self.counters.handles_moved.load(Relaxed)) {
-            (true, 1..) => CLOSE_AFTER[0],
-            (true, 0) => CLOSE_AFTER[1],
-            // Shrinking by itself is looked at then too.
-            (false, _) if self.shrinks_by_itself() => CLOSE_AFTER[1],
-            (false, _) => CLOSE_AFTER[2],
-        }
     }
 
     /// Records what a freed block with declared uses waits for, besides an event of the caller's.
@@ -425,14 +355,5 @@ impl Inner {
         let node = &segment.nodes[id];
         let bytes = u64::from(node.len) * UNIT;
         Ok((bytes - u64::from(node.slack), bytes))
-    }
-}
-
-/// Why a unit is no live block's start. A walk: only errors pay for it.
-fn pointer_fault(segment: &Segment, unit: u32) -> PointerFault {
-    let covering = segment.iter().find(|id| (segment.nodes[*id].start..segment.nodes[*id].end()).contains(&unit));
-    match covering.map(|id| segment.nodes[id].kind) {
-        Some(Kind::Live) => PointerFault::Interior,
-        _ => PointerFault::Freed,
     }
 }

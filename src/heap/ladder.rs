@@ -4,7 +4,7 @@
 #![forbid(unsafe_code)]
 
 use super::execute::Outcome;
-use super::inner::{Block, FIRST_POOL, HUGE_BYTES, Inner, LARGE, Slow, Wanted};
+use super::inner::{Block, FIRST_POOL, HUGE_BYTES, Inner, LARGE, SegmentGuard, Slow, Wanted};
 use crate::config::{CrossStream, Defrag, Growth, Shrink};
 use crate::error::{DriverError, Error, Result};
 use crate::plan::place::{Places, Request};
@@ -13,7 +13,6 @@ use crate::plan::{Placement, Supply, Victim};
 use crate::policy;
 use crate::segment::{Segment, Stamp};
 use crate::units::{GIB, GRANULE, UNIT, UNITS_PER_GRANULE, granule_ceil, granule_floor};
-use parking_lot::MutexGuard;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
@@ -51,7 +50,7 @@ enum Budget {
 /// What planning found.
 pub(super) enum Found<'a> {
     /// Addresses in the locked segment, and memory for them.
-    Plan(MutexGuard<'a, Segment>, Placement, Supply),
+    Plan(SegmentGuard<'a>, Placement, Supply),
     /// Not enough memory that may be used now.
     Nothing,
 }
@@ -107,7 +106,7 @@ impl Inner {
             let elapsed = self.driver.backend().now().saturating_sub(clock);
             stuck = if elapsed == last { stuck + 1 } else { 0 };
             last = elapsed;
-            let hopeless = self.counters.live().saturating_add(wanted.bytes) > self.limit.load(Relaxed);
+            let hopeless = self.live().saturating_add(wanted.bytes) > self.limit.load(Relaxed);
             let waiting = !hopeless && stuck < STUCK && elapsed < self.config.wait_limit;
             let progress = if waiting { self.wait_for_progress(SLICE.max(elapsed / 8)) } else { Ok(false) };
             refusals = if progress.is_err() { refusals + 1 } else { 0 };
@@ -232,7 +231,7 @@ impl Inner {
     fn plan<'a>(
         &'a self,
         slow: &mut Slow,
-        mut segment: MutexGuard<'a, Segment>,
+        mut segment: SegmentGuard<'a>,
         wanted: &Wanted,
         cap: u64,
     ) -> Result<Found<'a>> {
@@ -246,12 +245,12 @@ impl Inner {
         if wanted.bytes > cap {
             return Ok(Found::Nothing);
         }
-        let mut places = Places::of(&segment, request);
+        let mut places = Places::of(&mut segment, request);
         if places.is_empty() {
             drop(segment);
             self.add_addresses(wanted)?;
             segment = self.segment(wanted.segment);
-            places = Places::of(&segment, request);
+            places = Places::of(&mut segment, request);
         }
         if places.is_empty() {
             return Err(Error::AddressSpace { requested: wanted.bytes, reserved: self.space.bytes() });
@@ -320,7 +319,7 @@ impl Inner {
             (Defrag::OnPressure, None) if asked >= HUGE_BYTES && !self.is_limited() => HUGE_SLACK,
             (Defrag::OnPressure, None) => return u64::MAX,
         };
-        let live = self.counters.live().saturating_add(asked).max(self.counters.most_live());
+        let live = self.live().saturating_add(asked).max(self.peaks.most_ever());
         (live as f64 * (1.0 + slack)) as u64
     }
 

@@ -5,6 +5,7 @@ mod captures;
 mod contiguous;
 mod execute;
 mod export;
+mod hot;
 mod inner;
 mod ladder;
 mod last;
@@ -14,6 +15,7 @@ mod shrink;
 mod space;
 mod stats;
 mod streams;
+mod tally;
 
 pub use captures::{PoolId, StreamFilter};
 pub use stats::Stats;
@@ -124,7 +126,7 @@ impl HeapBuilder {
     pub fn build(self) -> Result<Heap> {
         let backend = match self.backend {
             Some(backend) => backend,
-            None => crate::backend::open_with(self.config.backend, &self.config.peers)?,
+            None => crate::backend::open_with(self.config.backend, &self.config)?,
         };
         let total = backend.memory()?.total;
         let limit = match self.config.limit {

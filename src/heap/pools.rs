@@ -99,6 +99,12 @@ impl Pools {
         recordings.iter().find(|recording| recording.takes(stream)).map(|recording| recording.segments)
     }
 
+    /// Do requests of any stream go to a pool?
+    #[inline]
+    pub(crate) fn any_recording(&self) -> bool {
+        self.active.load(Relaxed) > 0
+    }
+
     /// Is a capture announced?
     pub(crate) fn announced(&self) -> bool {
         self.captures.load(Relaxed) > 0

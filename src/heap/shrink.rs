@@ -162,7 +162,7 @@ impl Inner {
                 }
             }
             Shrink::Watermark(share) => {
-                let high = (self.counters.live() as f64 * (1.0 + share)) as u64;
+                let high = (self.live() as f64 * (1.0 + share)) as u64;
                 if slow.physical.reserved() > high {
                     self.trim_to(slow, high.max(self.config.keep));
                 }
@@ -324,7 +324,8 @@ impl Inner {
                     Kind::Live | Kind::Free | Kind::Pending => mapped == all,
                     Kind::Unmapped => mapped == 0 && zombie == 0,
                     Kind::Zombie => mapped == 0 && zombie == all,
-                    Kind::Busy => false,
+                    // Nothing is kept unmerged in a segment that was just locked.
+                    Kind::Busy | Kind::Cached => false,
                 };
                 if !right {
                     return Err(format!(

@@ -48,6 +48,11 @@ impl Located<'_> {
     pub(crate) fn node(&self) -> u32 {
         if self.aligned { self.reservation.table.get(self.unit - self.reservation.first) } else { 0 }
     }
+
+    /// Clears the entry of the block that starts here.
+    pub(crate) fn clear(&self) {
+        self.reservation.table.set(self.unit - self.reservation.first, 0);
+    }
 }
 
 /// Slots of the newest reservation that are not handed out: `low..high`.
@@ -177,15 +182,16 @@ impl Space {
         self.reservations().find(|r| u64::from(unit.wrapping_sub(r.first)) < r.bytes / UNIT)
     }
 
+    /// Enters the node of the block that starts at a unit that some segment owns; the unit's address.
+    #[inline]
+    pub(crate) fn enter(&self, unit: u32, node: u32) -> u64 {
+        let Some(reservation) = self.reservation_of(unit) else { return 0 };
+        reservation.table.set(unit - reservation.first, node);
+        reservation.address + u64::from(unit - reservation.first) * UNIT
+    }
+
     /// Address of a unit that some segment owns.
     pub(crate) fn address(&self, unit: u32) -> u64 {
         self.reservation_of(unit).map_or(0, |r| r.address + u64::from(unit - r.first) * UNIT)
-    }
-
-    /// Enters or (0) clears the node of the block that starts at `unit`.
-    pub(crate) fn set_node(&self, unit: u32, node: u32) {
-        if let Some(reservation) = self.reservation_of(unit) {
-            reservation.table.set(unit - reservation.first, node);
-        }
     }
 }

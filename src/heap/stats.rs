@@ -7,17 +7,9 @@ use crate::segment::nodes::Kind;
 use crate::units::UNIT;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Counters of a heap; relaxed, exact when read at rest.
+/// Counters of what is off the hot path; relaxed, exact when read at rest. What is live is counted in [`super::tally`].
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
-    allocated: AtomicU64,
-    requested: AtomicU64,
-    /// Peak before the last reset.
-    most_live: AtomicU64,
-    peak_allocated: AtomicU64,
-    peak_requested: AtomicU64,
-    pub(crate) allocs: AtomicU64,
-    pub(crate) frees: AtomicU64,
     pub(crate) ooms: AtomicU64,
     pub(crate) slow_allocs: AtomicU64,
     pub(crate) host_waits: AtomicU64,
@@ -31,42 +23,6 @@ pub(crate) struct Counters {
     pub(crate) bytes_trimmed: AtomicU64,
     pub(crate) bytes_created: AtomicU64,
     pub(crate) teardown_nanos: AtomicU64,
-}
-
-impl Counters {
-    pub(crate) fn allocated(&self, bytes: u64, requested: u64) {
-        self.allocs.fetch_add(1, Relaxed);
-        let now = self.allocated.fetch_add(bytes, Relaxed) + bytes;
-        if now > self.peak_allocated.load(Relaxed) {
-            self.peak_allocated.fetch_max(now, Relaxed);
-        }
-        let now = self.requested.fetch_add(requested, Relaxed) + requested;
-        if now > self.peak_requested.load(Relaxed) {
-            self.peak_requested.fetch_max(now, Relaxed);
-        }
-    }
-
-    pub(crate) fn freed(&self, bytes: u64, requested: u64) {
-        self.frees.fetch_add(1, Relaxed);
-        self.allocated.fetch_sub(bytes, Relaxed);
-        self.requested.fetch_sub(requested, Relaxed);
-    }
-
-    /// Bytes in live blocks.
-    pub(crate) fn live(&self) -> u64 {
-        self.allocated.load(Relaxed)
-    }
-
-    /// Most bytes that were ever in live blocks at once, whatever was reset.
-    pub(crate) fn most_live(&self) -> u64 {
-        self.most_live.load(Relaxed).max(self.peak_allocated.load(Relaxed))
-    }
-
-    fn reset_peaks(&self) {
-        self.most_live.fetch_max(self.peak_allocated.load(Relaxed), Relaxed);
-        self.peak_allocated.store(self.allocated.load(Relaxed), Relaxed);
-        self.peak_requested.store(self.requested.load(Relaxed), Relaxed);
-    }
 }
 
 /// What a heap did and holds. Sizes in bytes. Exact when no other thread is at work on the heap.
@@ -162,16 +118,13 @@ impl Inner {
         self.housekeep(&mut slow);
         let counters = &self.counters;
         let get = |counter: &AtomicU64| counter.load(Relaxed);
+        let (peak_allocated, peak_requested) = self.peaks.most();
         let mut stats = Stats {
-            allocated: get(&counters.allocated),
-            requested: get(&counters.requested),
             reserved: slow.physical.reserved(),
-            peak_allocated: get(&counters.peak_allocated),
-            peak_requested: get(&counters.peak_requested),
+            peak_allocated,
+            peak_requested,
             peak_reserved: slow.physical.peak_reserved(),
             limit: slow.limit,
-            allocs: get(&counters.allocs),
-            frees: get(&counters.frees),
             slow_allocs: get(&counters.slow_allocs),
             ooms: get(&counters.ooms),
             host_waits: get(&counters.host_waits),
@@ -190,6 +143,13 @@ impl Inner {
             metadata_bytes: (slow.physical.metadata_bytes() + self.used.bytes()) as u64,
             ..Stats::default()
         };
+        for tally in self.tallies() {
+            let (live, counts) = (tally.live(), tally.counts());
+            stats.allocated += live.0;
+            stats.requested += live.1;
+            stats.allocs += counts.0;
+            stats.frees += counts.1;
+        }
         self.add_segments(&mut stats);
         stats.zombie = slow.physical.zombies.iter().map(|z| u64::from(z.granules) * crate::units::GRANULE).sum();
         stats.capture_pools = self.pools.count();
@@ -216,7 +176,7 @@ impl Inner {
     }
 
     pub(crate) fn reset_peaks(&self) {
-        self.counters.reset_peaks();
+        self.peaks.reset(self.tallies());
         self.slow.lock().physical.reset_peak();
     }
 }

@@ -1,10 +1,11 @@
-//! Streams that the heap knows: identity → slot and small pool.
+//! Streams that the heap knows: identity → slot and small pool. Look-ups take no lock.
 #![forbid(unsafe_code)]
 
 use super::inner::FIRST_POOL;
 use crate::backend::StreamId;
 use crate::error::{Error, Result};
-use parking_lot::RwLock;
+use crate::keys::Keys;
+use parking_lot::Mutex;
 
 /// A stream as the heap knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,6 +18,13 @@ pub(crate) struct Stream {
     pub(crate) small: u16,
     /// The stream waits on the device for all frees up to this epoch.
     pub(crate) waited: u32,
+}
+
+/// A stream's slot and the segment of its small blocks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Pool {
+    pub(crate) slot: u16,
+    pub(crate) small: u16,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -48,26 +56,60 @@ impl State {
     }
 }
 
-/// See the module's text. Any thread may call; look-ups share a read lock.
+/// See the module's text. Any thread may call.
 #[derive(Debug, Default)]
-pub(crate) struct Streams(RwLock<State>);
+pub(crate) struct Streams {
+    /// Identity → [`word`].
+    known: Keys,
+    /// What is so; `known` follows it under this lock.
+    state: Mutex<State>,
+}
+
+/// A retired stream; slots are smaller.
+const RETIRED: u64 = u16::MAX as u64;
+
+/// A stream as one number: slot, segment, epoch waited for. Never 0, since a slot never is.
+fn word(entry: &Entry) -> u64 {
+    match entry {
+        Entry::Known(stream) => u64::from(stream.slot) | u64::from(stream.small) << 16 | u64::from(stream.waited) << 32,
+        Entry::Retired => RETIRED,
+    }
+}
+
+fn dead(id: StreamId, why: &str) -> Error {
+    Error::DeadStream { stream: id.0, why: why.into() }
+}
 
 impl Streams {
     /// The stream of this identity, entered if it is new.
     pub(crate) fn get(&self, key: u64, id: StreamId) -> Result<Stream> {
-        {
-            let state = self.0.read();
-            if let Ok(at) = state.entries.binary_search_by_key(&key, |entry| entry.0) {
+        match self.known.get(key) {
+            0 => self.enter(key, id),
+            RETIRED => Err(dead(id, "it was retired")),
+            word => Ok(Stream { id, slot: word as u16, small: (word >> 16) as u16, waited: (word >> 32) as u32 }),
+        }
+    }
+
+    /// Slot and small segment of the stream of this identity, if it is known and in use.
+    #[inline]
+    pub(crate) fn known(&self, key: u64) -> Option<Pool> {
+        let word = self.known.get(key);
+        let pool = Pool { slot: word as u16, small: (word >> 16) as u16 };
+        (word != 0 && word != RETIRED).then_some(pool)
+    }
+
+    #[cold]
+    fn enter(&self, key: u64, id: StreamId) -> Result<Stream> {
+        let mut state = self.state.lock();
+        let at = match state.entries.binary_search_by_key(&key, |entry| entry.0) {
+            // Another thread was faster.
+            Ok(at) => {
                 return match state.entries[at].1 {
                     Entry::Known(stream) => Ok(stream),
-                    Entry::Retired => Err(Error::DeadStream { stream: id.0, why: "it was retired".into() }),
+                    Entry::Retired => Err(dead(id, "it was retired")),
                 };
             }
-        }
-        let mut state = self.0.write();
-        let Err(at) = state.entries.binary_search_by_key(&key, |entry| entry.0) else {
-            drop(state);
-            return self.get(key, id);
+            Err(at) => at,
         };
         let slot = match state.free_slots.pop() {
             Some(slot) => slot,
@@ -77,23 +119,26 @@ impl Streams {
             }
             None => {
                 let why = format!("{SLOTS} streams are known already; retire those that were destroyed");
-                return Err(Error::DeadStream { stream: id.0, why });
+                return Err(dead(id, &why));
             }
         };
         let Some(small) = state.orphans.pop().or_else(|| state.fresh_segment()) else {
             state.free_slots.push(slot);
             let why = "the heap has no segment left for its small blocks; retire streams and release capture pools";
-            return Err(Error::DeadStream { stream: id.0, why: why.into() });
+            return Err(dead(id, why));
         };
         let stream = Stream { id, slot, small, waited: 0 };
-        state.entries.insert(at, (key, Entry::Known(stream)));
+        let entry = Entry::Known(stream);
+        state.entries.insert(at, (key, entry));
+        self.known.set(key, word(&entry));
         Ok(stream)
     }
 
     /// Ends a stream: later use of it is an error. Returns what it was, once.
     pub(crate) fn retire(&self, key: u64) -> Option<Stream> {
-        let mut state = self.0.write();
+        let mut state = self.state.lock();
         let at = state.entries.binary_search_by_key(&key, |entry| entry.0).ok()?;
+        self.known.set(key, RETIRED);
         match std::mem::replace(&mut state.entries[at].1, Entry::Retired) {
             Entry::Known(stream) => Some(stream),
             Entry::Retired => None,
@@ -102,24 +147,25 @@ impl Streams {
 
     /// A segment that no stream has, for a capture pool.
     pub(crate) fn take_segment(&self) -> Option<u16> {
-        self.0.write().fresh_segment()
+        self.state.lock().fresh_segment()
     }
 
     /// Lets the slot and small segment of a retired stream be used by a new one. Nothing may carry the
     /// slot any more.
     pub(crate) fn reuse(&self, stream: Stream) {
-        let mut state = self.0.write();
+        let mut state = self.state.lock();
         state.free_slots.push(stream.slot);
         state.orphans.push(stream.small);
     }
 
     /// Notes that a stream waits on the device for all frees up to `epoch`.
     pub(crate) fn set_waited(&self, slot: u16, epoch: u32) {
-        for (_, entry) in &mut self.0.write().entries {
+        for (key, entry) in &mut self.state.lock().entries {
             if let Entry::Known(stream) = entry
                 && stream.slot == slot
             {
                 stream.waited = stream.waited.max(epoch);
+                self.known.set(*key, word(entry));
             }
         }
     }
@@ -127,12 +173,12 @@ impl Streams {
     /// Is more than one stream in use?
     pub(crate) fn are_many(&self) -> bool {
         let known = |entry: &&(u64, Entry)| matches!(entry.1, Entry::Known(_));
-        self.0.read().entries.iter().filter(known).nth(1).is_some()
+        self.state.lock().entries.iter().filter(known).nth(1).is_some()
     }
 
     /// Streams in use.
     pub(crate) fn all(&self) -> Vec<Stream> {
-        let state = self.0.read();
+        let state = self.state.lock();
         state
             .entries
             .iter()

@@ -18,7 +18,7 @@ pub(crate) struct Terms {
 }
 
 /// A run of addresses without memory, as long as the handle; the placement's one missing run.
-pub(crate) fn addresses(segment: &Segment, granules: u32, claim: Claim) -> Option<Placement> {
+pub(crate) fn addresses(segment: &mut Segment, granules: u32, claim: Claim) -> Option<Placement> {
     let request = super::place::Request { len: granules * UNITS_PER_GRANULE, align: UNITS_PER_GRANULE, claim };
     let whole = |missing: &[Range<u32>]| matches!(missing, [run] if run.end - run.start == granules);
     super::place::Places::of(segment, request).iter().find(|place| whole(&place.missing))

@@ -5,7 +5,7 @@
 #![forbid(unsafe_code)]
 
 use super::Placement;
-use crate::segment::nodes::{Kind, NIL, NodeId};
+use crate::segment::nodes::{Kind, NIL, Node, NodeId};
 use crate::segment::{Claim, Segment};
 use crate::units::{UNITS_PER_GRANULE, granule_ceil, granule_floor};
 use std::ops::Range;
@@ -41,33 +41,64 @@ pub(crate) struct Places {
 }
 
 impl Places {
-    /// Every candidate of a segment, ranked.
-    pub(crate) fn of(segment: &Segment, request: Request) -> Self {
+    /// Every candidate of a segment, ranked. Looks at the runs that can hold the request, where those are known without
+    /// a walk over all nodes.
+    pub(crate) fn of(segment: &mut Segment, request: Request) -> Self {
+        let seeds = segment.run_seeds(request.len, request.claim);
         let mut places = Self { len: request.len, ..Self::default() };
+        match seeds {
+            Some(seeds) => places.around(segment, request, &seeds),
+            None => places.walk(segment, request),
+        }
+        places.ranked.sort_unstable_by_key(|(score, size, start, _)| (*score, *size, *start));
+        places
+    }
+
+    /// The holes that these nodes, in address order, are part of.
+    fn around(&mut self, segment: &Segment, request: Request, seeds: &[NodeId]) {
+        let mut done = 0;
+        for seed in seeds.iter().copied().filter(|id| usable(&segment.nodes[*id], request)) {
+            if segment.nodes[seed].start < done {
+                continue;
+            }
+            let mut id = seed;
+            while segment.nodes[id].prev != NIL && usable(&segment.nodes[segment.nodes[id].prev], request) {
+                id = segment.nodes[id].prev;
+            }
+            let first = self.pieces.len();
+            while id != NIL && usable(&segment.nodes[id], request) {
+                self.add(segment, id);
+                done = segment.nodes[id].end();
+                id = segment.nodes[id].next;
+            }
+            self.close(first, request);
+        }
+    }
+
+    /// All holes.
+    fn walk(&mut self, segment: &Segment, request: Request) {
         let mut first = 0;
         let mut end = u32::MAX;
         for id in segment.iter() {
             let node = &segment.nodes[id];
-            let usable = match node.kind {
-                Kind::Free => request.claim.may_take(node),
-                Kind::Unmapped => true,
-                _ => false,
-            };
+            let usable = usable(node, request);
             // Spans may lie side by side by number and yet in different reservations: a hole ends with its span.
             if !usable || node.start != end || node.prev == NIL {
-                places.close(first, request);
-                first = places.pieces.len();
+                self.close(first, request);
+                first = self.pieces.len();
             }
             if usable {
-                let last = node.next == NIL;
-                let mapped = node.kind == Kind::Free;
-                places.pieces.push(Piece { node: id, start: node.start, end: node.end(), mapped, last });
+                self.add(segment, id);
             }
             end = node.end();
         }
-        places.close(first, request);
-        places.ranked.sort_unstable_by_key(|(score, size, start, _)| (*score, *size, *start));
-        places
+        self.close(first, request);
+    }
+
+    fn add(&mut self, segment: &Segment, id: NodeId) {
+        let node = &segment.nodes[id];
+        let (mapped, last) = (node.kind == Kind::Free, node.next == NIL);
+        self.pieces.push(Piece { node: id, start: node.start, end: node.end(), mapped, last });
     }
 
     /// Ranks the candidates of the hole that ends with the last piece.
@@ -101,6 +132,15 @@ impl Places {
     /// No hole holds the request.
     pub(crate) fn is_empty(&self) -> bool {
         self.ranked.is_empty()
+    }
+}
+
+/// May the request lie on this node?
+fn usable(node: &Node, request: Request) -> bool {
+    match node.kind {
+        Kind::Free => request.claim.may_take(node),
+        Kind::Unmapped => true,
+        _ => false,
     }
 }
 
@@ -155,4 +195,53 @@ fn at(hole: &[Piece], start: u32, len: u32) -> Placement {
         }
     }
     placement
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::segment::Stamp;
+
+    /// Two spans with live, free and unmapped nodes in some order.
+    fn segment(mut seed: u64) -> Segment {
+        let mut segment = Segment::default();
+        for span in 0..2_u32 {
+            segment.add_span(span * 40 * UNITS_PER_GRANULE, 40 * UNITS_PER_GRANULE);
+        }
+        for at in 0..80 {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let range = at * UNITS_PER_GRANULE..(at + 1) * UNITS_PER_GRANULE;
+            let first = segment.iter().find(|id| segment.nodes[*id].end() > range.start);
+            let kind = if seed >> 40 & 1 == 0 { Kind::Live } else { Kind::Busy };
+            if seed >> 50 & 3 == 0 {
+                continue;
+            }
+            let (node, _) = segment.carve(first.unwrap(), range, kind);
+            match kind {
+                Kind::Live => segment.note_block(1),
+                _ if seed >> 45 & 3 == 0 => segment.make_unmapped(node),
+                _ => drop(segment.free(node, Stamp { owner: 1, epoch: 0 }, 0)),
+            }
+        }
+        segment
+    }
+
+    #[test]
+    fn the_runs_that_are_looked_at_are_all_that_can_hold_the_request() {
+        let mut found = 0;
+        for seed in 0..500 {
+            let mut segment = segment(seed);
+            segment.check().unwrap();
+            for len in [1, 100, UNITS_PER_GRANULE, 3 * UNITS_PER_GRANULE + 7, 9 * UNITS_PER_GRANULE] {
+                let request = Request { len, align: 1, claim: Claim { owner: 1, horizon: 0 } };
+                let mut walked = Places { len, ..Places::default() };
+                walked.walk(&segment, request);
+                walked.ranked.sort_unstable_by_key(|(score, size, start, _)| (*score, *size, *start));
+                let places = Places::of(&mut segment, request);
+                assert!(places.iter().eq(walked.iter()), "seed {seed}, {len} units");
+                found += places.ranked.len();
+            }
+        }
+        assert!(found > 5000, "{found} places");
+    }
 }

@@ -4,7 +4,7 @@
 //! bin's lengths differ by at most 3 %. Links live in the nodes (see [`super::nodes`]).
 #![forbid(unsafe_code)]
 
-use super::nodes::{NIL, NodeId, Nodes};
+use super::nodes::{NIL, Node, NodeId, Nodes};
 
 const SUB_BITS: u32 = 5;
 const SUBS: usize = 1 << SUB_BITS;
@@ -35,6 +35,7 @@ impl Default for Bins {
 
 impl Bins {
     /// Adds a free block.
+    #[inline]
     pub(crate) fn insert(&mut self, nodes: &mut Nodes, id: NodeId) {
         let (level, sub) = bin_of(nodes[id].len);
         let head = std::mem::replace(&mut self.heads[level * SUBS + sub], id);
@@ -48,6 +49,7 @@ impl Bins {
     }
 
     /// Takes a block out; its length must be the one it was inserted with.
+    #[inline]
     pub(crate) fn remove(&mut self, nodes: &mut Nodes, id: NodeId) {
         let (prev, next, len) = (nodes[id].bin_prev, nodes[id].bin_next, nodes[id].len);
         if next != NIL {
@@ -69,6 +71,7 @@ impl Bins {
     }
 
     /// First non-empty bin at or after (level, sub).
+    #[inline]
     fn next_bin(&self, level: usize, sub: usize) -> Option<(usize, usize)> {
         if level >= LEVELS {
             return None;
@@ -85,38 +88,43 @@ impl Bins {
         Some((level, self.subs[level].trailing_zeros() as usize))
     }
 
-    /// The accepted block of at least `len` units with the lowest score (lowest address among equals) in the
-    /// first bin that has one, looking at
-    /// no more than `scan` blocks of a bin and `bins` bins. `accept` gives a score (lower is better) or
-    /// refuses the block.
+    /// The block of at least `len` units that `fits`, with the lowest `score` (lowest address among equals) of the
+    /// first bin that has one, looking at no more than `scan` blocks of a bin and `bins` bins. One that is alone is not
+    /// asked for its score.
+    #[inline]
     pub(crate) fn best(
         &self,
         nodes: &Nodes,
         len: u32,
         scan: usize,
         bins: usize,
-        mut accept: impl FnMut(NodeId) -> Option<u64>,
+        fits: impl Fn(&Node) -> bool,
+        score: impl Fn(&Node) -> u64,
     ) -> Option<NodeId> {
         let (mut level, mut sub) = bin_of(len);
         for _ in 0..bins {
             (level, sub) = self.next_bin(level, sub)?;
-            let mut best: Option<(u64, u32, NodeId)> = None;
+            let mut best = NIL;
+            let mut top = None;
             let mut id = self.heads[level * SUBS + sub];
             for _ in 0..scan {
                 if id == NIL {
                     break;
                 }
                 let node = &nodes[id];
-                if node.len >= len
-                    && let Some(score) = accept(id)
-                    && best.is_none_or(|(top, start, _)| (score, node.start) < (top, start))
-                {
-                    best = Some((score, node.start, id));
+                if node.len >= len && fits(node) {
+                    if best == NIL {
+                        best = id;
+                    } else {
+                        let key = (score(node), node.start);
+                        let old = top.unwrap_or_else(|| (score(&nodes[best]), nodes[best].start));
+                        (best, top) = if key < old { (id, Some(key)) } else { (best, Some(old)) };
+                    }
                 }
                 id = node.bin_next;
             }
-            if let Some((_, _, id)) = best {
-                return Some(id);
+            if best != NIL {
+                return Some(best);
             }
             sub += 1;
         }
@@ -162,7 +170,7 @@ impl Bins {
 
 #[cfg(test)]
 mod tests {
-    use super::super::nodes::{Kind, Node};
+    use super::super::nodes::Kind;
     use super::*;
 
     #[test]
@@ -195,7 +203,7 @@ mod tests {
                 nodes.remove(id);
             }
             let want = plain.iter().filter(|block| block.0 >= len).min().map(|block| block.2);
-            let got = bins.best(&nodes, len, usize::MAX, usize::MAX, |id| Some(u64::from(nodes[id].len)));
+            let got = bins.best(&nodes, len, usize::MAX, usize::MAX, |_| true, |node| u64::from(node.len));
             assert_eq!(got, want);
             assert_eq!(bins.longest(&nodes), plain.iter().map(|block| block.0).max().unwrap_or(0));
             assert_eq!(bins.at_least(&nodes, len).count(), plain.iter().filter(|block| block.0 >= len).count());

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub(crate) mod bins;
+pub(crate) mod cache;
 mod merge;
 pub(crate) mod nodes;
 
@@ -13,13 +14,15 @@ use crate::edges::Edges;
 use crate::units::{UNITS_PER_GRANULE, granule_ceil, granule_floor};
 use crate::used::Used;
 use bins::Bins;
+use cache::Cache;
 use nodes::{Kind, NIL, Node, NodeId, Nodes};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
-/// Free blocks of one bin that a search looks at, and bins that it goes through.
+/// Free blocks of one bin that a search looks at, in the large segments and in small pools, and bins that it goes through.
 const SCAN: usize = 32;
+const SCAN_SMALL: usize = 4;
 const BINS: usize = 4;
 
 /// Whose free memory a request may take.
@@ -47,8 +50,11 @@ pub(crate) struct Stamp {
     pub(crate) epoch: u32,
 }
 
-/// What happened so far. Relaxed: nothing is ordered by it.
+/// What happened so far. Relaxed: nothing is ordered by it. Written in plain stores under the lock of a segment; the two
+/// that share one may lose a count to each other, which makes memory look a little younger. On lines of its own, since
+/// each small pool has one.
 #[derive(Debug, Default)]
+#[repr(align(128))]
 pub(crate) struct History {
     /// Frees: the age of idle memory.
     clock: AtomicU32,
@@ -60,6 +66,12 @@ pub(crate) struct History {
 impl History {
     pub(crate) fn now(&self) -> u32 {
         self.clock.load(Relaxed)
+    }
+
+    fn tick(&self) -> u32 {
+        let now = self.clock.load(Relaxed).wrapping_add(1);
+        self.clock.store(now, Relaxed);
+        now
     }
 
     /// Units given to blocks and given back by them.
@@ -75,16 +87,23 @@ pub(crate) struct Segment {
     bins: Vec<Option<Box<Bins>>>,
     /// First node of each span.
     heads: Vec<NodeId>,
+    /// Nodes that were without memory at some time, all that are among them.
+    unmapped: Vec<NodeId>,
     /// Large segments share theirs.
     pub(crate) history: Arc<History>,
     /// Of large segments: when each granule was last used.
     used: Option<Arc<Used>>,
     /// Units in free nodes.
     free_units: u64,
-    /// Units freed since an epoch was closed.
-    pub(crate) freed_units: u64,
+    /// Units that were freed in the epoch `fresh_epoch` and lie free still: what closing it would prove.
+    fresh_units: u64,
+    fresh_epoch: u32,
+    /// Free blocks that are not merged yet; only the hot path sees them.
+    cache: Cache,
     /// Live blocks.
     pub(crate) live_blocks: u64,
+    /// Its number in the heap.
+    pub(crate) index: u16,
     /// It belongs to a capture pool: nothing in it is ever moved, released or given to others (I11).
     pub(crate) private: bool,
 }
@@ -95,16 +114,58 @@ impl Segment {
         Self { history, used: Some(used), ..Self::default() }
     }
 
+    pub(crate) fn numbered(self, index: u16) -> Self {
+        Self { index, ..self }
+    }
+
     /// Notes a block of `len` units that came into being.
     pub(crate) fn note_block(&mut self, len: u32) {
         self.live_blocks += 1;
-        self.history.taken.fetch_add(u64::from(len), Relaxed);
+        add(&self.history.taken, len);
+    }
+
+    /// Notes a free of `len` units.
+    fn note_freed(&mut self, len: u32, epoch: u32) {
+        add(&self.history.freed, len);
+        if epoch != self.fresh_epoch {
+            (self.fresh_epoch, self.fresh_units) = (epoch, 0);
+        }
+        self.fresh_units += u64::from(len);
+    }
+
+    /// Notes that `len` units freed in `epoch` are in use again.
+    fn note_taken(&mut self, len: u32, epoch: u32) {
+        if epoch == self.fresh_epoch {
+            self.fresh_units = self.fresh_units.saturating_sub(u64::from(len));
+        }
+    }
+
+    /// Units freed in `epoch` that lie free still, unless they were merged with others and taken as those.
+    pub(crate) fn fresh_units(&self, epoch: u32) -> u64 {
+        if epoch == self.fresh_epoch { self.fresh_units } else { 0 }
     }
 
     /// Adds addresses without memory; they never merge with others.
     pub(crate) fn add_span(&mut self, start: u32, len: u32) {
         let id = self.nodes.insert(Node::new(Kind::Unmapped, start, len));
         self.heads.push(id);
+        self.unmapped.push(id);
+    }
+
+    /// A node of each run of free and unmapped nodes that may hold `len` units and that `claim` may take; `None` where only
+    /// a walk tells, since free neighbours of several streams are nodes of their own. Forgets what is mapped by now.
+    pub(crate) fn run_seeds(&mut self, len: u32, claim: Claim) -> Option<Vec<NodeId>> {
+        let nodes = &self.nodes;
+        self.unmapped.retain(|id| nodes[*id].kind == Kind::Unmapped);
+        self.unmapped.sort_unstable();
+        self.unmapped.dedup();
+        if self.bins.iter().flatten().count() > 1 {
+            return None;
+        }
+        let mut seeds = self.unmapped.clone();
+        seeds.extend(self.free_nodes(len).filter(|id| claim.may_take(&self.nodes[*id])));
+        seeds.sort_unstable_by_key(|id| self.nodes[*id].start);
+        Some(seeds)
     }
 
     /// Nodes in address order, span by span.
@@ -129,6 +190,7 @@ impl Segment {
         self.bins.iter().flatten().map(|bins| bins.longest(&self.nodes)).max().unwrap_or(0)
     }
 
+    #[inline]
     fn bin_insert(&mut self, id: NodeId) {
         let owner = self.nodes[id].owner as usize;
         if owner >= self.bins.len() {
@@ -138,6 +200,7 @@ impl Segment {
         self.bins[owner].get_or_insert_default().insert(&mut self.nodes, id);
     }
 
+    #[inline]
     fn bin_remove(&mut self, id: NodeId) {
         self.free_units -= u64::from(self.nodes[id].len);
         if let Some(bins) = self.bins.get_mut(self.nodes[id].owner as usize).and_then(Option::as_mut) {
@@ -147,6 +210,7 @@ impl Segment {
 
     /// Best fitting free block of the claim's own stream. `align` in units, a power of two. With `edges`, of blocks
     /// about as long the one that opens least of handles that lie idle.
+    #[inline]
     pub(crate) fn find_own(&self, len: u32, align: u32, claim: Claim, edges: Option<&Edges>) -> Option<NodeId> {
         self.find_in(claim.owner, len, align, claim, edges)
     }
@@ -159,22 +223,22 @@ impl Segment {
             .min_by_key(|id| (self.nodes[*id].len, self.nodes[*id].start))
     }
 
+    #[inline]
     fn find_in(&self, owner: u16, len: u32, align: u32, claim: Claim, edges: Option<&Edges>) -> Option<NodeId> {
         let bins = self.bins.get(owner as usize)?.as_ref()?;
-        let accept = |id: NodeId| {
-            let node = &self.nodes[id];
-            let fits = node.start.next_multiple_of(align) - node.start <= node.len - len;
-            (fits && claim.may_take(node)).then(|| match edges {
-                Some(edges) => opened(edges, node, len),
-                None => u64::from(node.len),
-            })
+        let fits = |node: &Node| (node.start.wrapping_neg() & (align - 1)) <= node.len - len && claim.may_take(node);
+        let score = |node: &Node| match edges {
+            Some(edges) => opened(edges, node, len),
+            None => u64::from(node.len),
         };
-        bins.best(&self.nodes, len, SCAN, BINS, accept).or_else(|| {
-            if align > 1 { bins.best(&self.nodes, len.checked_add(align)?, SCAN, BINS, accept) } else { None }
+        let scan = if edges.is_some() { SCAN } else { SCAN_SMALL };
+        bins.best(&self.nodes, len, scan, BINS, fits, score).or_else(|| {
+            if align > 1 { bins.best(&self.nodes, len.checked_add(align)?, scan, BINS, fits, score) } else { None }
         })
     }
 
     /// Makes `len` units of a free node live, from its first aligned unit.
+    #[inline]
     pub(crate) fn take(&mut self, id: NodeId, len: u32, align: u32, owner: u16) -> NodeId {
         self.bin_remove(id);
         let node = &self.nodes[id];
@@ -198,26 +262,29 @@ impl Segment {
             self.bin_insert(rest);
         }
         self.note_block(len);
+        self.note_taken(len, epoch);
         live
     }
 
     /// Turns a live, pending or busy node into free memory and merges it with its neighbours.
+    #[inline]
     pub(crate) fn free(&mut self, id: NodeId, stamp: Stamp, passed: u32) -> NodeId {
-        let clock = self.history.clock.fetch_add(1, Relaxed).wrapping_add(1);
+        let clock = self.history.tick();
         let node = &mut self.nodes[id];
         if node.kind == Kind::Live {
             self.live_blocks -= 1;
         }
-        if matches!(node.kind, Kind::Live | Kind::Pending) {
-            self.history.freed.fetch_add(u64::from(node.len), Relaxed);
-        }
+        let (client, len) = (matches!(node.kind, Kind::Live | Kind::Pending), node.len);
         node.kind = Kind::Free;
         node.owner = stamp.owner;
         node.epoch = stamp.epoch;
         node.age = clock;
         node.has_uses = false;
-        self.freed_units += u64::from(node.len);
+        if client {
+            self.note_freed(len, stamp.epoch);
+        }
         if let Some(used) = &self.used {
+            let node = &self.nodes[id];
             used.note(granule_floor(node.start)..granule_ceil(node.end()), stamp.epoch);
         }
         self.coalesce(id, passed)
@@ -231,6 +298,7 @@ impl Segment {
     }
 
     /// Merges a free node that is in no bin with its free neighbours where the stamps allow, and bins it.
+    #[inline]
     fn coalesce(&mut self, id: NodeId, passed: u32) -> NodeId {
         for neighbour in [self.nodes[id].prev, self.nodes[id].next] {
             if neighbour == NIL || self.nodes[neighbour].kind != Kind::Free {
@@ -255,8 +323,11 @@ impl Segment {
     }
 
     /// Unlinks `gone`, whose addresses `id` takes over.
+    #[inline]
     fn absorb(&mut self, id: NodeId, gone: NodeId) {
-        if let Some(head) = self.heads.iter_mut().find(|head| **head == gone) {
+        if self.nodes[gone].prev == NIL
+            && let Some(head) = self.heads.iter_mut().find(|head| **head == gone)
+        {
             *head = id;
         }
         self.nodes.unlink(gone);
@@ -290,8 +361,9 @@ impl Segment {
                 rest.start = range.start;
                 self.nodes[id].len = range.start - self.nodes[id].start;
                 let rest = self.nodes.insert_after(id, rest);
-                if self.nodes[id].kind == Kind::Free {
-                    self.bin_insert(id);
+                match self.nodes[id].kind {
+                    Kind::Free => self.bin_insert(id),
+                    _ => self.unmapped.push(id),
                 }
                 id = rest;
             }
@@ -301,8 +373,9 @@ impl Segment {
                 rest.start = range.end;
                 self.nodes[id].len = range.end - self.nodes[id].start;
                 let rest = self.nodes.insert_after(id, rest);
-                if self.nodes[rest].kind == Kind::Free {
-                    self.bin_insert(rest);
+                match self.nodes[rest].kind {
+                    Kind::Free => self.bin_insert(rest),
+                    _ => self.unmapped.push(rest),
                 }
             }
             let next = self.nodes[id].next;
@@ -334,6 +407,7 @@ impl Segment {
 
     /// Makes a busy or zombie node unmapped and merges it with unmapped neighbours.
     pub(crate) fn make_unmapped(&mut self, id: NodeId) {
+        self.unmapped.push(id);
         let node = &mut self.nodes[id];
         node.kind = Kind::Unmapped;
         (node.owner, node.epoch) = (0, 0);
@@ -483,6 +557,12 @@ impl Segment {
         }
         Ok(())
     }
+}
+
+/// Adds without an atomic exchange: the caller holds the segment's lock.
+#[inline]
+fn add(counter: &AtomicU64, units: u32) {
+    counter.store(counter.load(Relaxed) + u64::from(units), Relaxed);
 }
 
 /// See [`Segment::shared_granules`].

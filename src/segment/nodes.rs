@@ -18,6 +18,8 @@ pub(crate) enum Kind {
     Live,
     /// Mapped and free; in a bin.
     Free,
+    /// Free, but not merged: in the cache of blocks freed of late (see [`super::cache`]).
+    Cached,
     /// Freed by the client, waiting for the streams that it was declared used on.
     Pending,
     /// Without memory; granule aligned.
@@ -78,28 +80,37 @@ impl Node {
 #[derive(Debug)]
 pub(crate) struct Nodes {
     slab: Vec<Node>,
-    unused: Vec<NodeId>,
+    /// Forgotten nodes, linked through `bin_next`.
+    unused: NodeId,
 }
 
 impl Default for Nodes {
     fn default() -> Self {
         // Index 0 is taken by a node that nobody uses, so that NIL needs no branch of its own.
-        Self { slab: vec![Node::new(Kind::Busy, 0, 0)], unused: Vec::new() }
+        Self { slab: vec![Node::new(Kind::Busy, 0, 0)], unused: NIL }
     }
 }
 
 impl Nodes {
     /// Puts a node in, without links.
+    #[inline]
     pub(crate) fn insert(&mut self, node: Node) -> NodeId {
-        if let Some(id) = self.unused.pop() {
-            self.slab[id as usize] = node;
+        if self.unused != NIL {
+            let id = self.unused;
+            self.unused = self[id].bin_next;
+            self[id] = node;
             return id;
+        }
+        if self.slab.len() == self.slab.capacity() {
+            // By an eighth, so that little more is held than is in use.
+            self.slab.reserve_exact((self.slab.len() / 8).max(64));
         }
         self.slab.push(node);
         (self.slab.len() - 1) as NodeId
     }
 
     /// Puts `node` into the address order right after `before`.
+    #[inline]
     pub(crate) fn insert_after(&mut self, before: NodeId, mut node: Node) -> NodeId {
         let after = self[before].next;
         node.prev = before;
@@ -113,6 +124,7 @@ impl Nodes {
     }
 
     /// Takes a node out of the address order and forgets it.
+    #[inline]
     pub(crate) fn unlink(&mut self, id: NodeId) {
         let (prev, next) = (self[id].prev, self[id].next);
         if prev != NIL {
@@ -125,27 +137,30 @@ impl Nodes {
     }
 
     /// Forgets a node.
+    #[inline]
     pub(crate) fn remove(&mut self, id: NodeId) {
         debug_assert_ne!(id, NIL);
         // Whoever kept the index of it sees that it covers nothing any more.
-        self[id] = Node::new(Kind::Busy, 0, 0);
-        self.unused.push(id);
+        self[id] = Node { bin_next: self.unused, ..Node::new(Kind::Busy, 0, 0) };
+        self.unused = id;
     }
 
     /// Bytes of metadata held.
     pub(crate) fn bytes(&self) -> usize {
-        self.slab.capacity() * size_of::<Node>() + self.unused.capacity() * size_of::<NodeId>()
+        self.slab.capacity() * size_of::<Node>()
     }
 }
 
 impl Index<NodeId> for Nodes {
     type Output = Node;
+    #[inline]
     fn index(&self, id: NodeId) -> &Node {
         &self.slab[id as usize]
     }
 }
 
 impl IndexMut<NodeId> for Nodes {
+    #[inline]
     fn index_mut(&mut self, id: NodeId) -> &mut Node {
         &mut self.slab[id as usize]
     }

@@ -1,8 +1,10 @@
-//! Identities of streams that cannot be asked: because they capture a graph (measured on an H200: `cuStreamGetId`
-//! on a capturing stream invalidates its capture), or because the driver has none to give.
+//! Identities of streams that are not asked for: because the stream captures a graph (measured on an H200:
+//! `cuStreamGetId` on a capturing stream invalidates its capture), because the driver has none to give, or because the
+//! client promises to retire streams.
 #![forbid(unsafe_code)]
 
-use parking_lot::RwLock;
+use crate::keys::Keys;
+use parking_lot::Mutex;
 use std::collections::HashMap;
 
 /// Marks identities of streams that captured when they were first seen; the driver counts its own from 1.
@@ -10,51 +12,52 @@ const UNASKED: u64 = 1 << 62;
 /// Handles are addresses of user space, below this; how often they were retired is counted above.
 const HANDLE_BITS: u32 = 48;
 const RETIREMENTS: u64 = (1 << (62 - HANDLE_BITS)) - 1;
+/// A handle whose stream is gone.
+const FORGOTTEN: u64 = u64::MAX;
 
-/// What is known of handles. Any thread.
+/// What is known of handles. Any thread; the last known identity is read without a lock.
 #[derive(Debug, Default)]
 pub(super) struct Identities {
-    /// The last known identity of each handle, sorted by handle.
-    last: RwLock<Vec<(u64, u64)>>,
-    /// How many streams of a handle were retired.
-    retired: RwLock<HashMap<u64, u64>>,
+    last: Keys,
+    /// How many streams of a handle were retired; whoever writes `last` holds it.
+    retired: Mutex<HashMap<u64, u64>>,
 }
 
 impl Identities {
     /// Notes what the driver said, and gives it back.
+    #[inline]
     pub(super) fn note(&self, handle: u64, id: u64) -> u64 {
-        let known = |all: &[(u64, u64)]| all.binary_search_by_key(&handle, |entry| entry.0);
-        let same = {
-            let all = self.last.read();
-            known(&all).is_ok_and(|at| all[at].1 == id)
-        };
-        if !same {
-            let mut all = self.last.write();
-            match known(&all) {
-                Ok(at) => all[at].1 = id,
-                Err(at) => all.insert(at, (handle, id)),
-            }
+        if self.last.get(handle) != id {
+            let _turn = self.retired.lock();
+            self.last.set(handle, id);
         }
         id
     }
 
+    /// The last known identity of a handle that was not retired since.
+    #[inline]
+    pub(super) fn known(&self, handle: u64) -> Option<u64> {
+        Some(self.last.get(handle)).filter(|id| ![0, FORGOTTEN].contains(id))
+    }
+
     /// The last known identity of a handle; for one that was never asked, one of its own.
     pub(super) fn of(&self, handle: u64) -> u64 {
-        let all = self.last.read();
-        let last = all.binary_search_by_key(&handle, |entry| entry.0).map(|at| all[at].1);
-        last.unwrap_or_else(|_| UNASKED | self.numbered(handle))
+        self.known(handle).unwrap_or_else(|| UNASKED | self.numbered(handle))
     }
 
     /// An identity without the driver's help: the handle, and how many streams of it were retired.
     pub(super) fn numbered(&self, handle: u64) -> u64 {
-        let times = self.retired.read().get(&handle).copied().unwrap_or(0);
+        let times = self.retired.lock().get(&handle).copied().unwrap_or(0);
         handle | (times & RETIREMENTS) << HANDLE_BITS
     }
 
     /// The handle may stand for another stream from now on.
     pub(super) fn forget(&self, handle: u64) {
-        self.last.write().retain(|entry| entry.0 != handle);
-        *self.retired.write().entry(handle).or_default() += 1;
+        let mut retired = self.retired.lock();
+        *retired.entry(handle).or_default() += 1;
+        if self.last.get(handle) != 0 {
+            self.last.set(handle, FORGOTTEN);
+        }
     }
 }
 
@@ -70,6 +73,10 @@ mod tests {
             assert_eq!(identities.note(handle, id), id);
         }
         assert_eq!([7, 8, 9].map(|handle| identities.of(handle)), [4, 3, 1]);
+        identities.forget(8);
+        identities.forget(10);
+        assert_eq!([8, 10].map(|handle| identities.known(handle)), [None, None]);
+        assert_eq!((identities.note(8, 5), identities.known(8)), (5, Some(5)));
     }
 
     #[test]

@@ -310,6 +310,10 @@ impl Backend for InjectBackend {
         self.inner.stream_key(stream)
     }
 
+    fn known_stream_key(&self, stream: StreamId) -> Option<u64> {
+        self.inner.known_stream_key(stream)
+    }
+
     fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
         self.inner.record(scope)
     }
