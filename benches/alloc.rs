@@ -111,7 +111,8 @@ fn sizes(group: &mut Group<'_>, results: &mut Results) {
         let name = format!("pair of {}", human(bytes));
         let (heap, tree) = (heap(), Tree::default());
         // One that stays: the pairs go on behind it.
-        (Subject::alloc(&heap, bytes, 0), tree.alloc(bytes, 0));
+        Subject::alloc(&heap, bytes, 0);
+        tree.alloc(bytes, 0);
         case(group, results, (&name, "xseg"), RUN, |pairs| repeated(&heap, bytes, 0, pairs));
         case(group, results, (&name, "tree"), RUN, |pairs| repeated(&tree, bytes, 0, pairs));
     }

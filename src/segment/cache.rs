@@ -19,9 +19,9 @@ const LONG: u32 = 256;
 /// Most that is kept, of short and of long blocks each: this share of the pool's live units, or so many units.
 const SHARE: u64 = 16;
 const LEAST: u64 = 4096;
-/// Free memory of this length and more is cut for a short, for a long block only when all that is kept has been merged.
-const CUT_FOR_SHORT: u32 = 1024;
-const CUT_FOR_LONG: u32 = 4096;
+/// Free memory of this length and more, and at least twice the request's, is cut only when all that is kept has been
+/// merged, in units.
+const CUT: u32 = 1024;
 const WORDS: usize = LONGEST as usize / 64 + 1;
 
 /// See the module's text. Of one stream.
@@ -45,7 +45,7 @@ impl Cache {
 
 /// May free memory of `found` units be cut for `len` units while blocks are kept unmerged?
 pub(crate) fn may_cut(found: u32, len: u32) -> bool {
-    found < if len < LONG { CUT_FOR_SHORT } else { CUT_FOR_LONG }
+    found < CUT.max(2 * len)
 }
 
 impl Default for Cache {
