@@ -100,13 +100,14 @@ pub(super) fn shown(table: &Table, width: Option<u16>, optional: &[usize]) -> St
         out.add_row(row.iter().zip(&numeric).map(|(text, numeric)| cell(text, *numeric)));
     }
     let long = table.rows.iter().flatten().any(|text| text.len() > usize::from(PROSE) / 2);
-    let width = Some(width.unwrap_or(if long { SENTENCES } else { PROSE }));
+    let most = width.unwrap_or(if long { SENTENCES } else { PROSE });
+    let width = Some(most);
     let title = wrapped(&table.title, width);
-    let mut text = wrapped(&table.text, width.map(|width| width.min(PROSE)));
+    let mut text = wrapped(&table.text, Some(most.min(PROSE)));
     if !text.is_empty() {
         text += "\n";
     }
-    let most = usize::from(width.unwrap_or(PROSE));
+    let most = usize::from(most);
     let longest = |column: usize| {
         let texts = table.rows.iter().filter_map(|row| row.get(column)).chain(table.headings.get(column));
         texts.flat_map(|text| text.split_whitespace()).map(|word| word.chars().count()).max().unwrap_or(0)

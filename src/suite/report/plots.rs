@@ -346,6 +346,7 @@ pub(super) fn moving(moving: &Moving) -> Result<String, String> {
         chart
             .configure_mesh()
             .light_line_style(TRANSPARENT)
+            .x_labels(4)
             .x_label_formatter(&|mib| format!("{mib:.0}"))
             .y_label_formatter(&|rate| format!("{rate:.0}"))
             .x_desc("handle, MiB")
