@@ -123,9 +123,7 @@ impl Ground {
                 Ok(Self { backend: sim, clock: Some(clock), device: None, left, stream: as_it_is() })
             }
             BackendChoice::Host => Self::host(request, clock),
-            BackendChoice::Cuda(index) => {
-                Self::cuda(request, index).map_err(|why| format!("{why}; --backend host and --backend sim need no GPU"))
-            }
+            BackendChoice::Cuda(index) => Self::cuda(request, index),
             // `auto` with a GPU, or without.
             BackendChoice::Auto => match crate::backend::open(BackendChoice::Auto) {
                 Ok(backend) if backend.kind() == BackendKind::Cuda => {

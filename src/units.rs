@@ -63,6 +63,13 @@ pub fn human(bytes: u64) -> String {
     }
 }
 
+/// A count with its noun: `1 event`, `2 events`. For nouns whose plural ends in a plain s.
+#[cfg(feature = "cli")]
+#[must_use]
+pub(crate) fn counted(count: u64, noun: &str) -> String {
+    if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -76,6 +83,12 @@ mod tests {
         assert_eq!(granules_for(GRANULE + 1), 2);
         assert_eq!(granule_ceil(UNITS_PER_GRANULE + 1), 2);
         assert_eq!(granule_floor(UNITS_PER_GRANULE + 1), 1);
+    }
+
+    #[cfg(feature = "cli")]
+    #[test]
+    fn counts_for_people() {
+        assert_eq!([0, 1, 2].map(|n| counted(n, "event")), ["0 events", "1 event", "2 events"]);
     }
 
     #[test]

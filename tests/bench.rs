@@ -66,16 +66,19 @@ fn a_trace_of_ones_own_is_compared_in_one_command() {
     let trace = folder.path().join("own.trace");
     std::fs::write(&trace, GAPS).unwrap();
     let out = folder.path().join("out");
-    let args = [trace.to_str().unwrap(), "--out", out.to_str().unwrap(), "--skip", "moving"];
+    let args = [trace.to_str().unwrap(), "--out", out.to_str().unwrap()];
     let done = bench(&args);
     assert_eq!(done.status.code(), Some(0), "{}", text(&done.stderr));
     assert_eq!(text(&done.stderr), "");
     let shown = text(&done.stdout);
-    for part in
-        ["own: 6 events on 1 streams", "xseg-host", "torch-expandable", "report.html", "Where xseg is not the best"]
+    for part in ["Least memory", "Driver time", "xseg-host", "torch-expandable", "report.html", "--also moving,classic"]
     {
         assert!(shown.contains(part), "{part} in\n{shown}");
     }
+    assert!(!shown.contains("Where xseg is not the best"), "the short form\n{shown}");
+    // With a trace the allocators are compared, and nothing else is done.
+    let whole = report(&out);
+    assert_eq!((whole["moving"].as_array().unwrap().len(), whole["tables"].as_array().unwrap().len()), (0, 2));
     let rows = report(&out)["rows"].as_array().unwrap().clone();
     assert_eq!(rows.len(), 13, "every allocator, on this trace alone");
     let own = rows.iter().find(|row| row["allocator"] == "xseg").unwrap();
@@ -87,6 +90,81 @@ fn a_trace_of_ones_own_is_compared_in_one_command() {
     assert!((1.0..1.1).contains(&least), "{least}");
     let host = rows.iter().find(|row| row["allocator"] == "xseg-host").unwrap();
     assert_eq!((&host["limited"]["mismatches"], &host["backend"]), (&0.into(), &"host".into()));
+    let done =
+        bench(&[&args[..], &["--full", "--also", "classic", "--skip", "least", "--allocator", "xseg,slab"]].concat());
+    let shown = text(&done.stdout);
+    for part in ["own: 6 events on 1 stream\n", "Where xseg is not the best", "by cudaMalloc and by pools"] {
+        assert!(shown.contains(part), "{part} in\n{shown}");
+    }
+    assert!(text(&done.stderr).contains("replaces the report in"), "{}", text(&done.stderr));
+}
+
+/// Where no folder is named, runs of different things do not replace each other.
+#[test]
+fn reports_have_folders_of_their_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |args: &[&str]| {
+        let done = command(&[args, &["--skip", "least", "--allocator", "slab"]].concat())
+            .current_dir(folder.path())
+            .output()
+            .unwrap();
+        assert_eq!(done.status.code(), Some(0), "{}", text(&done.stderr));
+        text(&done.stderr).to_owned()
+    };
+    for name in ["a.trace", "b.trace"] {
+        std::fs::write(folder.path().join(name), GAPS).unwrap();
+    }
+    assert_eq!(run(&["a.trace"]), "");
+    assert_eq!(run(&["b.trace"]), "");
+    assert_eq!(run(&["a.trace", "b.trace", "--quick"]), "");
+    let again = run(&["a.trace"]);
+    assert!(again.contains("this run replaces the report in xseg-bench/a when"), "{again}");
+    for name in ["a", "b", "a-and-1-more-quick"] {
+        assert!(folder.path().join("xseg-bench").join(name).join("report.html").is_file(), "{name}");
+    }
+}
+
+/// Sums of runs that did not all complete say so, for people and for programs.
+#[test]
+fn a_sum_says_of_how_many() {
+    let folder = tempfile::tempdir().unwrap();
+    let traces = ["a", "b"].map(|name| folder.path().join(format!("{name}.trace")));
+    std::fs::write(&traces[0], GAPS).unwrap();
+    // The second needs no gap to be closed.
+    std::fs::write(&traces[1], "a,0,33554432,0,0\na,1,50331648,0,10\n").unwrap();
+    let [a, b] = traces.each_ref().map(|path| path.to_str().unwrap());
+    let out = folder.path().join("out");
+    let fixed = ["--skip", "least", "--limit", "80MiB", "--allocator", "xseg,xseg-host,cuda-malloc-async,tf-bfc"];
+    let done = bench(&[&[a, b], &fixed[..], &["--out", out.to_str().unwrap(), "--full"]].concat());
+    assert_eq!(done.status.code(), Some(0), "{}", text(&done.stderr));
+    let shown = text(&done.stdout);
+    let line = |name: &str, part: &str| {
+        let found = shown.lines().find(|line| line.contains(&format!("│ {name} ")) && line.contains(part));
+        assert!(found.is_some(), "{name} {part} in\n{shown}");
+    };
+    line("tf-bfc", "(1 of 2)");
+    // What the half of a run cost stands in brackets, and is not the best.
+    line("tf-bfc", "refused from");
+    assert!(!shown.contains(")*") && !shown.contains(" -0"), "{shown}");
+    let summary = report(&out)["summary"].as_array().unwrap().clone();
+    let bfc = summary.iter().find(|row| row["allocator"] == "tf-bfc").unwrap();
+    assert_eq!((&bfc["workloads"], &bfc["completed_workloads"]), (&2.into(), &1.into()));
+    let host = summary.iter().find(|row| row["allocator"] == "xseg-host").unwrap();
+    assert_eq!((&host["best_in_least_workloads"], &host["completed_workloads"]), (&Value::Null, &2.into()));
+    let mut csv = csv::Reader::from_path(out.join("summary.csv")).unwrap();
+    assert!(csv.headers().unwrap().iter().any(|name| name == "completed_workloads"));
+    assert_eq!(csv.records().count(), 4);
+}
+
+/// Parts that need no workload can be run alone.
+#[test]
+fn no_workload_at_all_leaves_the_tables() {
+    let folder = tempfile::tempdir().unwrap();
+    let done = bench(&["--workload", "none", "--skip", "moving", "--out", folder.path().to_str().unwrap()]);
+    assert_eq!((done.status.code(), text(&done.stderr)), (Some(0), ""));
+    let found = report(folder.path());
+    assert_eq!(found["rows"].as_array().unwrap().len(), 0);
+    assert!(found["tables"].to_string().contains("allocated and freed 1000 times"));
 }
 
 #[test]
@@ -129,7 +207,9 @@ fn bad_usage_and_input_are_status_2_with_advice() {
     let out = folder.path().join("out");
     let file = folder.path().join("file");
     std::fs::write(&file, "not a folder").unwrap();
-    let (out, file) = (out.to_str().unwrap(), file.to_str().unwrap());
+    let own = folder.path().join("own.trace");
+    std::fs::write(&own, GAPS).unwrap();
+    let (out, file, own) = (out.to_str().unwrap(), file.to_str().unwrap(), own.to_str().unwrap());
     let short = ["--workload", "s01-two-gaps", "--allocator", "xseg", "--skip", "moving,classic"];
     let cases: &[(&[&str], &str)] = &[
         (&["--allocator", "jemalloc"], "the allocators are xseg, xseg-host"),
@@ -137,7 +217,12 @@ fn bad_usage_and_input_are_status_2_with_advice() {
         (&["--limit", "lots"], "1.02x"),
         (&["--skip", "all"], "least, moving, classic"),
         (&["--conf", "limt:4G"], "did you mean `limit`"),
-        (&["--workload", "none"], "there is no workload to run"),
+        (&["--workload", "none", "--skip", "moving,classic"], "there is nothing to run"),
+        (&["--limit", "1.02"], "write 1.02x"),
+        (&["--limit", "0x"], "such as 1.02x"),
+        (&[own, "--limit", "0.01x"], "less than one granule"),
+        (&["--jobs", "0"], "from 1"),
+        (&["--also", "classic", "--skip", "classic"], "keep one of the two"),
         (&["/no/such.trace"], "check the path"),
     ];
     for (args, advice) in cases {
@@ -145,6 +230,8 @@ fn bad_usage_and_input_are_status_2_with_advice() {
         assert_eq!(done.status.code(), Some(2), "{args:?}");
         assert!(text(&done.stderr).contains(advice), "{args:?}: {}", text(&done.stderr));
     }
+    let done = bench(&["/no/such.trace", "--out", out]);
+    assert_eq!(text(&done.stderr).matches("/no/such.trace").count(), 1, "{}", text(&done.stderr));
     let done = bench(&[&short[..], &["--out", file]].concat());
     assert!(done.status.code() == Some(2) && text(&done.stderr).contains("name another folder by --out"));
     // One bad input does not keep the others from being run, and is not forgotten.
@@ -204,7 +291,8 @@ fn traces_of_one_name_are_told_apart() {
     let names: Vec<[&str; 2]> =
         rows.iter().map(|row| ["workload", "allocator"].map(|key| row[key].as_str().unwrap())).collect();
     assert_eq!(names, [["run", "xseg"], ["run", "slab"], ["run (2)", "xseg"], ["run (2)", "slab"]]);
-    assert!(text(&done.stdout).contains(&format!("{}: 6 events", paths[1])), "{}", text(&done.stdout));
+    let page = std::fs::read_to_string(out.join("report.html")).unwrap();
+    assert!(page.contains(&format!("{}: 6 events", paths[1])), "{page}");
 }
 
 /// A run may take long: what cannot be written is told before it.

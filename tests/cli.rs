@@ -208,7 +208,14 @@ fn info_lists_the_backends() {
     let names: Vec<_> = backends.iter().map(|backend| backend["backend"].as_str().unwrap()).collect();
     assert_eq!(names, ["cuda", "host", "sim"]);
     assert_eq!((&backends[2]["available"], &backends[2]["total"]), (&true.into(), &Value::Null));
-    assert!(out(&xseg(&["info"])).contains("modelled by h200-a"));
+    let picked: Vec<_> = backends.iter().filter(|backend| backend["auto"] == true).collect();
+    let first = backends.iter().find(|backend| backend["available"] == true).unwrap();
+    assert_eq!((picked.len(), &picked[0]["backend"]), (1, &first["backend"]));
+    let shown = with_conf(&["info"], Some("backend:sim"));
+    let name = first["backend"].as_str().unwrap();
+    for part in ["modelled by h200-a", &format!("backend:auto is {name} here"), "XSEG_CONF sets backend:sim"] {
+        assert!(out(&shown).contains(part), "{part} in {}", out(&shown));
+    }
 }
 
 #[test]
@@ -226,6 +233,13 @@ fn bad_usage_and_input_are_status_2_with_advice() {
         (&["replay", &good, "--backend", "tpu"], "auto, cuda, cuda=N"),
         (&["replay", &good, "--limit", "lots"], "1.02x"),
         (&["replay", &good, "--limit", "1"], "at least 2MiB"),
+        (&["replay", &good, "--limit", "1.02"], "write 1.02x"),
+        (&["least", &good, "--limit", "1.02"], "write 1.02x"),
+        (&["least", &good, "--limit", "1.02x"], "leave --limit out"),
+        (&["replay", &good, "--limit", "0x"], "such as 1.02x"),
+        (&["replay", &good, "--limit", "0.01x"], "at least 2MiB"),
+        (&["replay", &good, "--allocator", "all", "--verify"], "give --allocator xseg"),
+        (&["replay", &good, "--allocator", "slab", "--conf", "backend:host"], "give --backend sim"),
         (&["replay", &good, "--gpu-lag", "5"], "no unit"),
         (&["replay", &good, "--allocator", "jemalloc"], "the allocators are xseg"),
         (&["replay", &good, "--inject", "swap"], "--verify"),
@@ -244,8 +258,35 @@ fn bad_usage_and_input_are_status_2_with_advice() {
     // One bad trace does not keep the others from being replayed.
     let output = xseg(&["replay", &bad, &good, "--backend", "sim", "--json"]);
     assert_eq!((output.status.code(), json(&output).len()), (Some(2), 1));
+    assert_eq!(err(&xseg(&["replay", "/no/such.trace"])).matches("/no/such.trace").count(), 1);
+    let output = with_conf(&["info"], Some("foo:1"));
+    assert_eq!((output.status.code(), out(&output)), (Some(2), ""));
+    assert!(err(&output).contains("there is no key `foo`"), "{}", err(&output));
     let output = with_conf(&["conf"], Some("limit"));
     assert!(output.status.code() == Some(2) && err(&output).contains("XSEG_CONF: `limit` has no value"));
+}
+
+#[test]
+fn models_run_on_sim_beside_an_xseg_that_runs_elsewhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = file(&folder, "gaps.trace", GAPS);
+    let output = with_conf(&["replay", &trace, "--allocator", "all", "--json"], Some("backend:host"));
+    assert_eq!((output.status.code(), err(&output)), (Some(0), ""));
+    for report in json(&output) {
+        let backend = if report["allocator"] == "xseg" { "host" } else { "sim" };
+        assert_eq!(report["backend"], backend, "{}", report["allocator"]);
+        assert!(report["conf"].as_str().unwrap().contains(&format!("backend:{backend}")), "{report}");
+    }
+    let output = xseg(&["replay", &trace, "--allocator", "all", "--backend", "host"]);
+    let said = "allocator xseg on backend host, the models of other designs on sim; driver time modelled by h200-a";
+    assert!(out(&output).contains(said), "{}", out(&output));
+}
+
+#[test]
+fn least_offers_no_limit() {
+    let help = |command: &str| out(&xseg(&[command, "--help"])).to_owned();
+    assert!(help("replay").contains("--limit") && !help("least").contains("--limit"));
+    assert!(["replay", "least", "bench"].iter().all(|command| help(command).contains("256 MiB")));
 }
 
 #[test]

@@ -177,11 +177,11 @@ fn a_history_that_lost_its_start_is_mended_and_explained() {
     assert_eq!((trace.live_at_end(), trace.peak_requested()), (3, 512 + 64 + 4096));
     let all = trace.notes.join("\n");
     for part in [
-        "1 blocks are live at the end",
-        "1 blocks are freed without",
-        "1 frees completed whose",
-        "1 frees of addresses",
-        "1 blocks were allocated at",
+        "1 block live at the end",
+        "1 block freed without",
+        "1 free completed whose",
+        "1 free of what is not live",
+        "1 block allocated at",
         "1 oom",
     ] {
         assert!(all.contains(part), "{part} in {all}");
@@ -223,7 +223,7 @@ fn numbers_that_do_not_count_up_are_fine() {
     let trace = read(b"a,18446744073709551615,1,0,5\na,123456789012,2,0,3\nf,18446744073709551615,9\n").unwrap();
     assert_eq!(trace.peak_requested(), 3);
     assert_eq!(trace.events[1].time_us, 5, "time never falls");
-    assert!(trace.notes[0].contains("1 events lay before"));
+    assert!(trace.notes[0].contains("1 event earlier than the one before"));
 }
 
 #[test]
@@ -250,7 +250,10 @@ fn a_small_file_that_unfolds_to_gigabytes_is_refused() {
     }
     let bomb = bomb.finish().unwrap();
     assert!(bomb.len() < 1 << 20);
-    assert!(matches!(read(&bomb), Err(TraceError::TooLarge { .. })));
+    let Err(error) = read(&bomb) else { panic!("more than may be was read") };
+    assert_eq!(error, TraceError::SnapshotTooLarge { most: xseg::trace::PICKLE_MAX });
+    let said = error.to_string();
+    assert!(said.contains("larger than 256 MiB") && said.contains("_record_memory_history(context=None)"), "{said}");
 }
 
 #[test]

@@ -4,7 +4,7 @@
 use crate::backend::inject::Fault;
 use crate::conf::{Ratio, duration, size};
 use crate::config::{BackendChoice, Config, SizeOrShare};
-use crate::units::{GRANULE, round_down};
+use crate::units::{GRANULE, human, round_down};
 use clap::Args;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,6 +16,11 @@ Examples:
   xseg replay traces/moe.trace.xz --backend host --verify --limit 1.05x --gpu-lag 20ms
   xseg replay traces --backend cuda --verify --limit 1.02x
   xseg replay traces --allocator all --json             every allocator, one JSON object a line";
+
+/// What is read, and how much of it.
+pub(super) const INPUTS: &str = "\
+Traces are text (.trace, up to 4 GiB unfolded) and PyTorch snapshots (.pickle, up to 256 MiB unfolded; recorded by \
+torch.cuda.memory._record_memory_history(context=None), which leaves out the stacks, they are small), each also as .xz or .zst.";
 
 pub(super) const LEAST_EXAMPLES: &str = "\
 Examples:
@@ -40,7 +45,7 @@ pub(super) struct RunArgs {
     /// Settings over those of `XSEG_CONF`, in the same form: key:value,key:value
     #[arg(long, value_name = "CONF")]
     pub(super) conf: Option<String>,
-    /// Allocator to replay against, or `all`; all but xseg are models of other designs that run on sim
+    /// Allocator to replay against, or `all`; all but xseg are models of other designs, which run on sim
     #[arg(long, value_name = "NAME", default_value = "xseg")]
     pub(super) allocator: String,
     /// Work is done this long after it was queued, in trace time (sim, host)
@@ -85,13 +90,35 @@ pub(super) enum Limit {
     Times(Ratio),
 }
 
+/// The least factor of a peak that is taken for meant.
+const LEAST_FACTOR: f64 = 0.01;
+
 pub(super) fn limit(text: &str) -> Result<Limit, String> {
-    match text.strip_suffix('x') {
-        Some(factor) => Ratio::parse(factor).map(Limit::Times).ok_or_else(|| "write a factor such as 1.02x".to_owned()),
-        None => {
-            size(text).map(Limit::Bytes).map_err(|why| format!("{why}; or write a factor of the peak such as 1.02x"))
-        }
+    if let Some(factor) = text.strip_suffix('x') {
+        let factor = Ratio::parse(factor).ok_or("write a factor such as 1.02x")?;
+        return match factor.value() >= LEAST_FACTOR {
+            true => Ok(Limit::Times(factor)),
+            false => Err("nothing runs in so little; write a factor such as 1.02x".to_owned()),
+        };
     }
+    let bytes = size(text).map_err(|why| format!("{why}; or write a factor of the peak such as 1.02x"))?;
+    match bytes >= GRANULE {
+        true => Ok(Limit::Bytes(bytes)),
+        // A bare number this small is a factor whose x was forgotten.
+        false if Ratio::parse(text).is_some_and(|number| number.value() > 0.0) => {
+            Err(format!("it is {bytes} bytes; write {text}x for that many times the peak, or a size of at least 2MiB"))
+        }
+        false => Err(below_a_granule(bytes)),
+    }
+}
+
+fn below_a_granule(bytes: u64) -> String {
+    format!("a limit of {} is less than one granule; give at least 2MiB", human(bytes))
+}
+
+/// Threads.
+pub(super) fn jobs(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|jobs| *jobs > 0).ok_or_else(|| "give a number of threads from 1".to_owned())
 }
 
 impl Limit {
@@ -119,7 +146,7 @@ pub(super) fn with_limit(config: &Config, limit: Option<u64>) -> Result<Config, 
     let mut config = config.clone();
     if let Some(bytes) = limit {
         if bytes < GRANULE {
-            return Err(format!("a limit of {bytes} bytes is less than one granule; give at least 2MiB"));
+            return Err(below_a_granule(bytes));
         }
         config.limit = Some(SizeOrShare::Bytes(bytes));
     }
@@ -153,6 +180,14 @@ mod tests {
         assert_eq!(bytes("1x"), 1000 * GRANULE);
         assert_eq!(bytes("99999999x"), round_down(99_999_999 * (1000 * GRANULE + 5), GRANULE));
         assert!(limit("x").is_err() && limit("-1x").is_err() && limit("10GB").is_err());
+        let advice = limit("1.02").unwrap_err();
+        assert!(advice.contains("1.02x") && advice.contains("at least 2MiB"), "{advice}");
+        for low in ["0", "0x", "0.000x", "0.005x", "1", "2097151", "1K"] {
+            assert!(limit(low).is_err(), "{low}");
+        }
+        assert_eq!((bytes("2MiB"), bytes("2097152"), bytes("0.01x")), (GRANULE, GRANULE, 10 * GRANULE));
+        assert!(jobs("0").is_err() && jobs("-1").is_err());
+        assert_eq!(jobs("3"), Ok(3));
         assert!(with_limit(&Config::default(), Some(5)).is_err());
     }
 }

@@ -10,8 +10,8 @@ use crate::peers::{self, Limits, Line, Program, Texts};
 use crate::suite::report::{self, Report, Setup};
 use crate::suite::workloads::{CATALOGUE, Workload};
 use crate::suite::{self, Least, Options, classic, moving};
-use crate::trace::Trace;
-use crate::units::{GIB, human};
+use crate::trace::{Trace, name_of};
+use crate::units::{GIB, GRANULE, human};
 use clap::Args;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -26,7 +26,8 @@ Examples:
   xseg bench --list                      the generated workloads
   xseg bench traces --peers target/peers/peers    on a GPU: PyTorch's and CUDA's own allocators beside their models
 
-Without TRACE and --workload all generated workloads run, and the shipped traces if the folder `traces` is here.";
+Without TRACE and --workload all generated workloads run, and the shipped traces if the folder `traces` is here. With TRACE \
+only the allocators are compared; without, moving against copying and the classic tables come too.";
 
 /// Arguments of `bench`.
 #[derive(Debug, Args)]
@@ -34,7 +35,7 @@ pub(super) struct BenchArgs {
     /// Trace files (.trace, PyTorch snapshot .pickle, each also .xz or .zst) or folders of them
     #[arg(value_name = "TRACE")]
     traces: Vec<PathBuf>,
-    /// Generated workloads by name, or `all`, or `none`
+    /// Generated workloads by name, or `all`; `none`: only the parts that need no workload
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     workload: Vec<String>,
     /// Allocators by name, or `all`; `xseg-host` is xseg on host memory, really remapped and verified
@@ -55,18 +56,25 @@ pub(super) struct BenchArgs {
     /// Short workloads, the two shortest shipped traces, least memory to 0.5 %: under a minute on two cores
     #[arg(long)]
     quick: bool,
+    /// With TRACE, do these parts too: moving (moving against copying, on this machine), classic (tables)
+    #[arg(long, value_name = "PARTS", value_delimiter = ',', value_parser = ["moving", "classic"])]
+    also: Vec<String>,
     /// Leave parts out: least (the search for the least memory), moving, classic
     #[arg(long, value_name = "PARTS", value_delimiter = ',', value_parser = ["least", "moving", "classic"])]
     skip: Vec<String>,
     /// Real allocators beside their models: the program that benches/peers/run.sh builds, or a report with its figures
     #[arg(long, value_name = "PROGRAM|FILE")]
     peers: Option<PathBuf>,
-    /// Folder for report.html, report.json and rows.csv
-    #[arg(long, value_name = "DIR", default_value = "xseg-bench")]
-    out: PathBuf,
+    /// Folder for report.html, report.json, rows.csv and summary.csv; xseg-bench/NAME by default, with the name of the
+    /// trace, of the workload, or `suite`
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
     /// Threads; as many as there are cores by default
-    #[arg(long, value_name = "NUMBER")]
+    #[arg(long, value_name = "NUMBER", value_parser = args::jobs)]
     jobs: Option<usize>,
+    /// Print all tables of the report, not only what each workload comes to
+    #[arg(long)]
+    full: bool,
     /// Print one JSON object a line for each workload and allocator instead of tables
     #[arg(long)]
     json: bool,
@@ -95,21 +103,43 @@ pub(super) fn bench(args: &BenchArgs, out: &mut dyn Write) -> Result<u8, Failure
     let config = args::layered(args.conf.as_deref()).map_err(Failure::Usage)?;
     let allocators = allocators(&args.allocator)?;
     let bar = Bar::new();
-    bar.spin("making workloads");
-    let (workloads, wrong) = workloads(args)?;
+    let (workloads, wrong) = workloads(args, &bar)?;
     bar.aside(|| wrong.iter().for_each(|why| complain(why)));
-    if workloads.is_empty() {
-        return Err(Failure::Usage("there is no workload to run; name a trace or --workload all".into()));
+    if workloads.is_empty() && (!wrong.is_empty() || !["moving", "classic"].iter().any(|part| does(args, part))) {
+        return Err(Failure::Usage("there is nothing to run; name a trace or --workload all".into()));
+    }
+    if let Some(both) = args.also.iter().find(|part| args.skip.contains(part)) {
+        return Err(Failure::Usage(format!("{both} is in --also and in --skip; keep one of the two")));
+    }
+    let limit = args.limit;
+    // A peak below a granule gets one; a limit below one is a slip.
+    let low = |workload: &&Workload| {
+        let peak = workload.trace.peak_requested();
+        workload.limit.is_none() && peak >= GRANULE && limit.bytes(peak) < GRANULE
+    };
+    if let Some(workload) = workloads.iter().find(low) {
+        let (name, peak) = (workload.name(), human(workload.trace.peak_requested()));
+        return Err(Failure::Usage(format!(
+            "{name}: --limit of its peak of {peak} is less than one granule; give a larger factor, or a size of at least 2MiB"
+        )));
     }
     // Before the work, which may take long.
-    report::prepare(&args.out).map_err(|error| unwritable(&args.out, &error))?;
+    let folder = args.out.clone().unwrap_or_else(|| Path::new(FOLDER).join(name(args)));
+    report::prepare(&folder).map_err(|error| unwritable(&folder, &error))?;
+    if report::is_there(&folder) {
+        bar.aside(|| {
+            complain(&format!(
+                "this run replaces the report in {} when it is done; --out names another folder",
+                folder.display()
+            ));
+        });
+    }
     let least = match () {
         () if skips(args, "least") => Least::No,
         () if args.quick => Least::Quick,
         () => Least::Full,
     };
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let limit = args.limit;
     let real = match &args.peers {
         Some(path) => Some(real(path, &workloads, &config, least, &bar)?),
         None => None,
@@ -143,22 +173,53 @@ pub(super) fn bench(args: &BenchArgs, out: &mut dyn Write) -> Result<u8, Failure
     }
     add_tables(args, &config, &mut report, &bar).map_err(Failure::Usage)?;
     bar.spin("writing the report");
-    let paths = report::write(&report, &args.out).map_err(|error| unwritable(&args.out, &error))?;
+    let paths = report::write(&report, &folder).map_err(|error| unwritable(&folder, &error))?;
     drop(bar);
     if args.json {
         for row in report.rows() {
             writeln!(out, "{}", serde_json::to_string(row).map_err(std::io::Error::from)?)?;
         }
     } else {
-        write!(out, "{}", report::text(&report))?;
-        let paths: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
-        writeln!(out, "written: {}", paths.join(", "))?;
+        write!(out, "{}", report::text(&report, args.full, report::grid::terminal()))?;
+        writeln!(out, "written:")?;
+        for (path, what) in paths.iter().zip(report::CONTENTS) {
+            writeln!(out, "  {} ({what})", path.display())?;
+        }
+        if !args.full {
+            writeln!(out, "--full prints all tables here too")?;
+        }
     }
     Ok(status(&report, !wrong.is_empty()))
 }
 
 fn unwritable(folder: &Path, error: &std::io::Error) -> Failure {
     Failure::Usage(format!("cannot write to {}: {error}; name another folder by --out", folder.display()))
+}
+
+/// The folder of reports, and the names of one.
+const FOLDER: &str = "xseg-bench";
+
+/// What a report is called where no folder is named: runs of different things do not replace each other.
+fn name(args: &BenchArgs) -> String {
+    let traces: Vec<String> = args.traces.iter().map(|path| name_of(path)).collect();
+    let named = if traces.is_empty() { &args.workload } else { &traces };
+    let mut name = match &named[..] {
+        [] => "suite".to_owned(),
+        [one] => one.clone(),
+        [first, others @ ..] => format!("{first}-and-{}-more", others.len()),
+    };
+    // A path such as `..` has no name.
+    name.retain(|c| c.is_alphanumeric() || "-_. ".contains(c));
+    if name.trim_matches(['.', ' ']).is_empty() {
+        "traces".clone_into(&mut name);
+    }
+    if args.quick { name + "-quick" } else { name }
+}
+
+/// Is this part to be done? With traces only if asked for.
+fn does(args: &BenchArgs, part: &str) -> bool {
+    let asked = args.traces.is_empty() || args.also.iter().any(|also| also == part);
+    asked && !skips(args, part)
 }
 
 fn skips(args: &BenchArgs, part: &str) -> bool {
@@ -237,26 +298,49 @@ fn own_on_gpu(_: &[&Trace], _: &crate::Config, _: &Limits) -> Result<Vec<Line>, 
 
 /// Tables that need no workload, and those about all of them.
 fn add_tables(args: &BenchArgs, config: &crate::Config, report: &mut Report, bar: &Bar) -> Result<(), String> {
-    if skips(args, "moving") {
-        report.skipped.push("moving against copying: as asked".to_owned());
-    } else {
-        bar.spin("moving against copying");
-        for (what, found) in [("host memory", moving::host(args.quick)), ("the GPU", moving::cuda(args.quick))] {
-            match found {
-                Ok(moving) => report.moving.push(moving),
-                Err(why) => report.skipped.push(format!("moving against copying on {what}: {why}")),
-            }
+    let mut left_out = Vec::new();
+    // Without a GPU both parts fail for one reason, which is said once.
+    let mut gpu: Vec<(&str, String)> = Vec::new();
+    if does(args, "moving") {
+        match moving::host(args.quick, bar) {
+            Ok(moving) => report.moving.push(moving),
+            Err(why) => report.skipped.push(format!("moving against copying on host memory: {why}")),
         }
-    }
-    if skips(args, "classic") {
-        report.skipped.push("the classic tables: as asked".to_owned());
+        match moving::cuda(args.quick, bar) {
+            Ok(moving) => report.moving.push(moving),
+            Err(why) => gpu.push(("moving against copying", why)),
+        }
     } else {
+        left_out.push("moving");
+    }
+    if does(args, "classic") {
         bar.spin("the classic tables");
-        let tables = classic::tables(config, args.gpu_lag, &classic::measured())?;
+        let measured = classic::measured();
+        let tables = classic::tables(config, args.gpu_lag, &measured)?;
         report.tables.extend(tables);
         let rows = report.rows();
         let more = [classic::fragmentation(&rows), classic::usable(&rows)];
         report.tables.extend(more.into_iter().flatten());
+        if let Err(why) = measured {
+            gpu.push(("the measured columns of the classic tables", why));
+        }
+    } else {
+        left_out.push("classic");
+    }
+    match &gpu[..] {
+        [(first, why), (second, same)] if why == same => {
+            report.skipped.push(format!("on the GPU, {first} and {second}: {why}"));
+        }
+        others => report.skipped.extend(others.iter().map(|(what, why)| format!("on the GPU, {what}: {why}"))),
+    }
+    let unasked: Vec<&str> = left_out.iter().copied().filter(|part| !skips(args, part)).collect();
+    if !unasked.is_empty() {
+        let parts = unasked.join(",");
+        report.skipped.push(format!("with a trace only the allocators are compared; --also {parts} does the rest"));
+    }
+    let skipped: Vec<&str> = left_out.into_iter().filter(|part| skips(args, part)).collect();
+    if !skipped.is_empty() {
+        report.skipped.push(format!("{}, as asked", skipped.join(", ")));
     }
     Ok(())
 }
@@ -292,7 +376,7 @@ fn allocators(asked: &[String]) -> Result<Vec<String>, Failure> {
 }
 
 /// The workloads asked for, and what is wrong with inputs.
-fn workloads(args: &BenchArgs) -> Result<(Vec<Workload>, Vec<String>), Failure> {
+fn workloads(args: &BenchArgs, bar: &Bar) -> Result<(Vec<Workload>, Vec<String>), Failure> {
     let nothing_named = args.traces.is_empty() && args.workload.is_empty();
     let mut paths = args.traces.clone();
     let shipped = Path::new(SHIPPED);
@@ -306,6 +390,7 @@ fn workloads(args: &BenchArgs) -> Result<(Vec<Workload>, Vec<String>), Failure> 
         if nothing_named && args.quick && !QUICK_TRACES.into_iter().any(short) {
             continue;
         }
+        bar.spin(&format!("reading {}", file.display()));
         match Trace::load(&file) {
             Ok(trace) if trace.peak_requested() > PEAK_MAX => wrong.push(format!(
                 "{}: {} live at once are more than any device has, and the models of other designs keep a record of \
@@ -315,7 +400,7 @@ fn workloads(args: &BenchArgs) -> Result<(Vec<Workload>, Vec<String>), Failure> 
                 human(PEAK_MAX)
             )),
             Ok(trace) => add(&mut workloads, Workload::from_trace(trace), Some(&file)),
-            Err(error) => wrong.push(format!("{}: {error}", file.display())),
+            Err(error) => wrong.push(files::unreadable(&file, &error)),
         }
     }
     let all = nothing_named || args.workload.iter().any(|name| name == "all");
@@ -327,6 +412,7 @@ fn workloads(args: &BenchArgs) -> Result<(Vec<Workload>, Vec<String>), Failure> 
         )));
     }
     for entry in CATALOGUE.iter().filter(|entry| all || args.workload.iter().any(|name| name == entry.name)) {
+        bar.spin(&format!("making {}", entry.name));
         let made = entry.make(args.seed, ROUNDS[usize::from(args.quick)]).map_err(Failure::Usage)?;
         add(&mut workloads, made, None);
     }

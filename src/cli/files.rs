@@ -1,6 +1,7 @@
 //! Which files a command line names.
 #![forbid(unsafe_code)]
 
+use crate::trace::TraceError;
 use std::path::{Path, PathBuf};
 
 const ENDINGS: [&str; 3] = [".trace", ".pickle", ".pkl"];
@@ -24,6 +25,14 @@ pub(super) fn expand(paths: &[PathBuf]) -> (Vec<PathBuf>, Vec<String>) {
         }
     }
     (files, wrong)
+}
+
+/// What is wrong with a file, with its name once.
+pub(super) fn unreadable(file: &Path, error: &TraceError) -> String {
+    match error {
+        TraceError::Open { .. } => error.to_string(),
+        _ => format!("{}: {error}", file.display()),
+    }
 }
 
 fn list(folder: &Path) -> std::io::Result<Vec<PathBuf>> {

@@ -34,13 +34,14 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Replay allocation traces through an allocator and report memory, moves and driver time.
-    #[command(after_help = args::REPLAY_EXAMPLES)]
+    #[command(after_help = format!("{}\n\n{}", args::REPLAY_EXAMPLES, args::INPUTS))]
     Replay(RunArgs),
     /// Find the least memory limit at which a trace completes.
-    #[command(after_help = args::LEAST_EXAMPLES)]
+    // Its own limits are what it searches; the option is known so that its refusal says so.
+    #[command(after_help = format!("{}\n\n{}", args::LEAST_EXAMPLES, args::INPUTS), mut_arg("limit", |limit| limit.hide(true)))]
     Least(RunArgs),
     /// Run the defragmentation suite: every allocator on every workload, with a page of HTML.
-    #[command(after_help = bench::EXAMPLES)]
+    #[command(after_help = format!("{}\n\n{}", bench::EXAMPLES, args::INPUTS))]
     Bench(bench::BenchArgs),
     /// Show every key of XSEG_CONF with its meaning, default and present value.
     #[command(after_help = "Example: XSEG_CONF=limit:40G xseg conf")]

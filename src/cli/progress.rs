@@ -31,11 +31,14 @@ impl Progress {
     /// Work of `length` steps.
     pub(super) fn bar(&self, what: String, length: u64) {
         // The template is fixed; a bad one would leave the style as it is.
-        if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {percent:>3} %, {eta} left") {
+        if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {percent:>3} %, {elapsed} gone, {eta} left") {
             self.0.set_style(style);
         }
         self.0.set_length(length);
         self.0.set_position(0);
+        self.0.reset_eta();
+        self.0.reset_elapsed();
+        self.0.enable_steady_tick(Duration::from_millis(250));
         self.0.set_message(what);
     }
 
@@ -70,12 +73,12 @@ impl Bar {
 }
 
 impl suite::Progress for Bar {
-    fn length(&self, events: u64) {
-        self.0.bar(String::new(), events);
+    fn length(&self, work: u64) {
+        self.0.bar(String::new(), work);
     }
 
-    fn done(&self, events: u64) {
-        self.0.0.inc(events);
+    fn done(&self, work: u64) {
+        self.0.0.inc(work);
     }
 
     fn doing(&self, what: &str) {

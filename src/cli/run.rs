@@ -5,7 +5,7 @@ use super::args::{self, RunArgs};
 use super::progress::Progress;
 use super::{Failure, complain, files, tables};
 use crate::backend::BackendKind;
-use crate::config::Config;
+use crate::config::{BackendChoice, Config, Peers};
 use crate::replay::{Options, Outcome, Report, least};
 use crate::subjects::{self, Request, subject_for};
 use crate::trace::Trace;
@@ -79,6 +79,18 @@ impl<'a> Session<'a> {
                 )));
             }
         };
+        if let Some(model) = allocators.iter().find(|name| **name != "xseg") {
+            if args.verify || args.inject.is_some() {
+                return Err(Failure::Usage(format!(
+                    "--verify and --inject are for xseg; `{model}` is a model, which has no memory; give --allocator xseg"
+                )));
+            }
+            if allocators.len() == 1 && !matches!(config.backend, BackendChoice::Auto | BackendChoice::Sim) {
+                return Err(Failure::Usage(format!(
+                    "`{model}` is a model of another design and runs on sim only, whatever the hardware; give --backend sim"
+                )));
+            }
+        }
         Ok(Self { args, config, allocators, progress: Progress::new(), reports: Vec::new(), status: 0 })
     }
 
@@ -95,7 +107,7 @@ impl<'a> Session<'a> {
             let trace = match Trace::load(file) {
                 Ok(trace) => trace,
                 Err(error) => {
-                    self.complain(&format!("{}: {error}", file.display()), BAD_INPUT);
+                    self.complain(&files::unreadable(file, &error), BAD_INPUT);
                     continue;
                 }
             };
@@ -110,7 +122,12 @@ impl<'a> Session<'a> {
     }
 
     fn run(&self, trace: &Trace, allocator: &str, limit: Option<u64>, show: bool) -> Result<Run, String> {
-        let config = args::with_limit(&self.config, limit)?;
+        let mut config = args::with_limit(&self.config, limit)?;
+        if allocator != "xseg" && config.backend != BackendChoice::Auto {
+            // Beside an xseg that runs elsewhere; `backend` of the result says it too.
+            config.backend = BackendChoice::Sim;
+            config.peers = Peers::None;
+        }
         let request = Request {
             allocator,
             config: config.clone(),

@@ -40,6 +40,8 @@ pub(super) fn conf(args: &ConfArgs, out: &mut dyn Write) -> Result<u8, Failure> 
 struct Info {
     backend: &'static str,
     available: bool,
+    /// What `backend:auto` takes here.
+    auto: bool,
     why_not: Option<String>,
     device: String,
     free: Option<u64>,
@@ -53,9 +55,16 @@ struct Info {
 
 /// Runs `xseg info`; the exit status.
 pub(super) fn info(args: &InfoArgs, out: &mut dyn Write) -> Result<u8, Failure> {
+    // Wrong settings are found here too, before anything else is shown.
+    let config = args::layered(None).and_then(|config| args::with_limit(&config, None)).map_err(Failure::Usage)?;
     let choices = [("cuda", BackendChoice::Cuda(0)), ("host", BackendChoice::Host), ("sim", BackendChoice::Sim)];
+    let mut auto = None;
     for (name, choice) in choices {
-        let info = look(name, choice);
+        let mut info = look(name, choice);
+        info.auto = info.available && auto.is_none();
+        if info.auto {
+            auto = Some(name);
+        }
         if args.json {
             let line = serde_json::to_string(&info).map_err(std::io::Error::from)?;
             writeln!(out, "{line}")?;
@@ -64,6 +73,13 @@ pub(super) fn info(args: &InfoArgs, out: &mut dyn Write) -> Result<u8, Failure> 
         }
     }
     if !args.json {
+        if let Some(auto) = auto {
+            writeln!(out, "backend:auto is {auto} here")?;
+        }
+        let set = KEYS.iter().find(|key| key.name == "backend").map(|key| key.show(&config));
+        if let Some(set) = set.filter(|set| set != "auto") {
+            writeln!(out, "XSEG_CONF sets backend:{set}")?;
+        }
         writeln!(out, "xseg {}", env!("CARGO_PKG_VERSION"))?;
     }
     Ok(0)
@@ -74,6 +90,7 @@ fn look(name: &'static str, choice: BackendChoice) -> Info {
     let mut info = Info {
         backend: name,
         available: false,
+        auto: false,
         why_not: None,
         device: String::new(),
         free: None,

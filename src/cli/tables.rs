@@ -3,7 +3,8 @@
 
 use crate::backend::cost::MODEL;
 use crate::replay::Report;
-use crate::units::GIB;
+use crate::suite::report::grid;
+use crate::units::{GIB, counted};
 use comfy_table::{Cell, CellAlignment, ColumnConstraint, ContentArrangement, Table, presets};
 
 /// Width of wrapped text where stdout is no terminal.
@@ -21,15 +22,6 @@ pub(super) fn wrapped<const N: usize>(headings: [&str; N]) -> Table {
     table
 }
 
-/// An empty table of numbers, which are never wrapped.
-fn table(headings: &[&str]) -> Table {
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_FULL_CONDENSED);
-    table.set_content_arrangement(ContentArrangement::Disabled);
-    table.set_header(headings);
-    table
-}
-
 fn right(text: impl ToString) -> Cell {
     Cell::new(text).set_alignment(CellAlignment::Right)
 }
@@ -40,7 +32,7 @@ fn gib(bytes: u64) -> Cell {
 
 /// What `xseg replay` shows.
 pub(super) fn replays(reports: &[Report]) -> String {
-    let mut table = table(&[
+    let mut table = grid::empty(&[
         "trace",
         "allocator",
         "limit\nGiB",
@@ -78,7 +70,7 @@ pub(super) fn replays(reports: &[Report]) -> String {
     }
     let legend = "requested, reserved: most at once; ratio: reserved / requested; fragm.: 1 - peak allocated / peak reserved; \
                   moved: by remapping, nothing is copied";
-    format!("{}\n{legend}", with_footer(&mut table, reports))
+    format!("{}\n{}", with_footer(table, &[11, 5, 10, 8, 3, 2], reports), grid::wrapped(legend, footer_width()))
 }
 
 fn hide(table: &mut Table, column: usize) {
@@ -89,7 +81,7 @@ fn hide(table: &mut Table, column: usize) {
 
 /// What `xseg least` shows.
 pub(super) fn leasts(reports: &[Report]) -> String {
-    let mut table = table(&[
+    let mut table = grid::empty(&[
         "trace",
         "allocator",
         "requested\nGiB",
@@ -112,13 +104,15 @@ pub(super) fn leasts(reports: &[Report]) -> String {
             Cell::new(result(report)),
         ]);
     }
-    with_footer(&mut table, reports)
+    with_footer(table, &[5, 6, 2], reports)
 }
 
 fn result(report: &Report) -> String {
-    let checked = report.stamps_checked.map_or(String::new(), |stamps| format!(", {stamps} stamps checked"));
+    let checked =
+        report.stamps_checked.map_or(String::new(), |stamps| format!(", {} checked", counted(stamps, "stamp")));
     match (report.completed, report.mismatches) {
-        (_, Some(mismatches @ 1..)) => format!("{mismatches} mismatches{checked}"),
+        (_, Some(1)) => format!("1 mismatch{checked}"),
+        (_, Some(mismatches @ 2..)) => format!("{mismatches} mismatches{checked}"),
         (true, _) if report.error.is_none() => format!("ok{checked}"),
         (true, _) => "failed at the end".to_owned(),
         (false, _) => {
@@ -129,20 +123,46 @@ fn result(report: &Report) -> String {
     }
 }
 
+/// Which allocators ran on which backend, and where their driver time comes from.
+fn ground(reports: &[Report], alike: bool) -> String {
+    let mut backends: Vec<&str> = Vec::new();
+    for report in reports {
+        if !backends.contains(&report.backend.as_str()) {
+            backends.push(&report.backend);
+        }
+    }
+    let time = |backend: &str| if backend == "cuda" { "measured".to_owned() } else { format!("modelled by {MODEL}") };
+    match (&backends[..], reports.first()) {
+        ([one], Some(first)) => {
+            let allocators =
+                if alike { format!("allocator {}", first.allocator) } else { "several allocators".to_owned() };
+            format!("{allocators}, backend {one}, driver time {}", time(one))
+        }
+        (all, _) => {
+            let own = reports.iter().find(|report| report.allocator == "xseg").map_or("sim", |report| &report.backend);
+            let times: Vec<String> = all.iter().map(|backend| time(backend)).collect();
+            let times = if times.iter().all(|time| *time == times[0]) {
+                times[0].clone()
+            } else {
+                format!("{} on {own}, {} on sim", time(own), time("sim"))
+            };
+            format!("allocator xseg on backend {own}, the models of other designs on sim; driver time {times}")
+        }
+    }
+}
+
 /// The table, what it was run with, and what was done to the traces.
-fn with_footer(table: &mut Table, reports: &[Report]) -> String {
-    let mut text = String::new();
+fn with_footer(mut table: Table, optional: &[usize], reports: &[Report]) -> String {
+    let (mut text, mut footer) = (String::new(), String::new());
     if let Some(first) = reports.first() {
         let alike = reports.iter().all(|report| report.allocator == first.allocator);
         if alike {
-            hide(table, 1);
+            hide(&mut table, 1);
         }
-        text += &table.to_string();
-        let time = if first.backend == "cuda" { "measured".to_owned() } else { format!("modelled by {MODEL}") };
-        let allocator = if alike { &first.allocator } else { "several" };
-        text += &format!("\nallocator {allocator}, backend {}, driver time {time}", first.backend);
+        text = grid::fitted(table, grid::terminal(), optional);
+        footer += &format!("\n{}", ground(reports, alike));
         let conf = if first.conf.is_empty() { "defaults" } else { &first.conf };
-        text += &match reports.iter().all(|report| report.conf == first.conf) {
+        footer += &match reports.iter().all(|report| report.conf == first.conf) {
             true => format!(", settings: {conf}"),
             false => ", settings: the limit of each line over those of XSEG_CONF and --conf".to_owned(),
         };
@@ -150,8 +170,13 @@ fn with_footer(table: &mut Table, reports: &[Report]) -> String {
     let mut last = None;
     for report in reports.iter().filter(|report| !report.notes.is_empty()) {
         if last.replace(&report.trace) != Some(&report.trace) {
-            text += &format!("\n{}: {}", report.trace, report.notes.join("; "));
+            footer += &format!("\n{}: {}", report.trace, report.notes.join("; "));
         }
     }
-    text
+    text + &grid::wrapped(&footer, footer_width())
+}
+
+/// Without a terminal lines are left whole, for programs that look at them.
+fn footer_width() -> Option<u16> {
+    Some(grid::terminal().unwrap_or(u16::MAX))
 }

@@ -48,6 +48,17 @@ impl Quantiles {
     }
 }
 
+/// The allocation with the longest stall: what it asked for, and what the stall is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub(crate) struct Longest {
+    pub(crate) event: u64,
+    pub(crate) requested_bytes: u64,
+    /// How much more memory existed after it.
+    pub(crate) grown_bytes: u64,
+    pub(crate) waited_ns: u64,
+    pub(crate) driver_ns: u64,
+}
+
 /// How a run went.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Run {
@@ -62,6 +73,8 @@ pub(crate) struct Run {
     pub(crate) failure: Option<String>,
     /// Stall of one allocation, in microseconds.
     pub(crate) stall_us: Quantiles,
+    /// The longest of them; `None` if there was no allocation.
+    pub(crate) longest: Option<Longest>,
     /// The machine's time of one allocation, in nanoseconds.
     pub(crate) machine_ns: Quantiles,
     /// Median of it over the allocations without a stall, in nanoseconds; `None` if each had one.
@@ -111,6 +124,7 @@ struct Runner<'a> {
     opened: Opened,
     blocks: Vec<State>,
     stalls: Vec<u64>,
+    longest: Option<Longest>,
     machine: Vec<u64>,
     /// Machine times of allocations without a stall.
     hot: Vec<u64>,
@@ -128,6 +142,7 @@ pub(crate) fn run(trace: &Trace, opened: Opened) -> Run {
         opened,
         blocks: vec![State::Absent; allocations],
         stalls: Vec::with_capacity(allocations),
+        longest: None,
         machine: Vec::with_capacity(allocations),
         hot: Vec::new(),
         wall: Duration::ZERO,
@@ -160,11 +175,12 @@ pub(crate) fn run(trace: &Trace, opened: Opened) -> Run {
         if number == peak {
             at_peak = Some(runner.picture());
         }
-        if number % stride == stride - 1 || number + 1 == trace.events.len() {
+        // The first one too: a curve begins where the trace does.
+        if number == 0 || number % stride == stride - 1 || number + 1 == trace.events.len() {
             runner.sample(trace.events[number].time_us);
         }
     }
-    let Runner { mut opened, mut stalls, mut machine, mut hot, wall, samples, .. } = runner;
+    let Runner { mut opened, longest, mut stalls, mut machine, mut hot, wall, samples, .. } = runner;
     let figures = opened.subject.figures();
     if let Err(error) = opened.subject.finish() {
         failure.get_or_insert(error.to_string());
@@ -177,6 +193,7 @@ pub(crate) fn run(trace: &Trace, opened: Opened) -> Run {
         first_refused,
         failure,
         stall_us: Quantiles::of(&mut stalls, 1e3),
+        longest,
         machine_ns: Quantiles::of(&mut machine, 1.0),
         hot_path_ns: (!hot.is_empty()).then(|| Quantiles::of(&mut hot, 1.0).p50),
         wall,
@@ -196,7 +213,7 @@ impl Runner<'_> {
         let bytes = self.trace.blocks[block].bytes;
         match (event.action, self.blocks[block]) {
             (Action::Alloc, _) => {
-                let address = self.alloc(bytes, self.trace.stream_of(event.block))?;
+                let address = self.alloc(number, bytes, self.trace.stream_of(event.block))?;
                 self.blocks[block] = State::Live(address);
                 self.requested += bytes;
             }
@@ -218,14 +235,21 @@ impl Runner<'_> {
         Ok(())
     }
 
-    fn alloc(&mut self, bytes: u64, stream: u64) -> Result<u64, SubjectError> {
+    fn alloc(&mut self, number: usize, bytes: u64, stream: u64) -> Result<u64, SubjectError> {
         let now = |opened: &Opened| opened.clock.as_ref().map_or(Duration::ZERO, |clock| clock.now());
-        let (before, time) = (self.opened.subject.gauge().driver_nanos, now(&self.opened));
+        let (before, time) = (self.opened.subject.gauge(), now(&self.opened));
         let start = Instant::now();
         let done = self.opened.subject.alloc(bytes, stream);
         let took = start.elapsed();
-        let waited = nanos(now(&self.opened).saturating_sub(time));
-        let stall = waited + self.opened.subject.gauge().driver_nanos.saturating_sub(before);
+        let after = self.opened.subject.gauge();
+        let waited_ns = nanos(now(&self.opened).saturating_sub(time));
+        let driver_ns = after.driver_nanos.saturating_sub(before.driver_nanos);
+        let stall = waited_ns + driver_ns;
+        if self.longest.is_none_or(|longest| longest.waited_ns + longest.driver_ns < stall) {
+            let grown_bytes = after.reserved.saturating_sub(before.reserved);
+            self.longest =
+                Some(Longest { event: number as u64, requested_bytes: bytes, grown_bytes, waited_ns, driver_ns });
+        }
         self.wall += took;
         self.stalls.push(stall);
         self.machine.push(nanos(took));

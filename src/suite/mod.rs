@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub(crate) mod classic;
+mod effort;
 mod measure;
 pub(crate) mod moving;
 mod picture;
@@ -19,6 +20,7 @@ use crate::config::{BackendChoice, Config, SizeOrShare};
 use crate::replay::{self, least};
 use crate::subjects::{self, Opened, Request, subject_for};
 use crate::units::{GRANULE, round_down, round_up};
+use effort::Effort;
 use measure::Run;
 use row::Measures;
 pub(crate) use row::Row;
@@ -69,10 +71,10 @@ pub(crate) struct Options {
 
 /// What is told on the way. Any thread calls.
 pub(crate) trait Progress: Sync {
-    /// So much work is ahead, in events.
-    fn length(&self, events: u64);
+    /// So much work is ahead, in a unit of its own: what counts are shares of it.
+    fn length(&self, work: u64);
     /// So much of it is done.
-    fn done(&self, events: u64);
+    fn done(&self, work: u64);
     /// What is going on.
     fn doing(&self, what: &str);
 }
@@ -83,15 +85,6 @@ pub(crate) struct Measured {
     pub(crate) row: Row,
     pub(crate) plenty: Option<Run>,
     pub(crate) limited: Option<Run>,
-}
-
-/// Replays of one pair that a search for the least limit needs, for the progress bar.
-fn tries(least: Least) -> u64 {
-    match least {
-        Least::Full => 45,
-        Least::Quick => 9,
-        Least::No => 0,
-    }
 }
 
 /// Runs every allocator on every workload; rows by workload in the given order, allocators too.
@@ -105,13 +98,12 @@ pub(crate) fn run(options: &Options, progress: &dyn Progress) -> Result<Vec<Meas
             options.allocators.iter().enumerate().map(move |(a, name)| (number, workload, a, name))
         })
         .collect();
-    // Long ones first, so that no thread is left alone with one at the end.
-    jobs.sort_by_key(|(_, workload, ..)| std::cmp::Reverse(workload.trace.events.len()));
-    let weight = |workload: &Workload, name: &str| {
-        let runs = if name == HOST { 2 } else { 2 + tries(options.least) };
-        runs * workload.trace.events.len() as u64
+    let effort = |workload: &Workload, name: &str| {
+        Effort::new(progress, name, workload.trace.events.len() as u64, options.least)
     };
-    progress.length(jobs.iter().map(|(_, workload, _, name)| weight(workload, name)).sum());
+    // Long ones first, so that no thread is left alone with one at the end.
+    jobs.sort_by_key(|(_, workload, _, name)| std::cmp::Reverse(effort(workload, name).total()));
+    progress.length(jobs.iter().map(|(_, workload, _, name)| effort(workload, name).total()).sum());
     let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
     let results = Mutex::new(Vec::new());
     let work = || {
@@ -119,12 +111,13 @@ pub(crate) fn run(options: &Options, progress: &dyn Progress) -> Result<Vec<Meas
             && let Some((number, workload, allocator, name)) = jobs.get(next.fetch_add(1, Relaxed))
         {
             progress.doing(&format!("{} with {name}", workload.name()));
-            let done = one(options, workload, name);
+            let effort = effort(workload, name);
+            let done = one(options, workload, name, &effort);
             failed.fetch_or(done.is_err(), Relaxed);
             if let Ok(mut results) = results.lock() {
                 results.push((*number, *allocator, done));
             }
-            progress.done(weight(workload, name));
+            effort.done();
         }
     };
     std::thread::scope(|scope| {
@@ -139,14 +132,16 @@ pub(crate) fn run(options: &Options, progress: &dyn Progress) -> Result<Vec<Meas
 }
 
 /// One pair.
-fn one(options: &Options, workload: &Workload, allocator: &str) -> Result<Measured, String> {
+fn one(options: &Options, workload: &Workload, allocator: &str, effort: &Effort<'_>) -> Result<Measured, String> {
     let trace = &workload.trace;
     let peak = trace.peak_requested();
     let limit = workload.limit.unwrap_or_else(|| (options.limit)(peak)).max(GRANULE);
     if allocator == HOST {
         let replay = |limit, kind| -> Result<Measures, String> {
             let opened = open(options, workload, OWN, limit, kind)?;
-            Ok(Measures::of_outcome(peak, &replayed(workload, opened)))
+            let measures = Measures::of_outcome(peak, &replayed(workload, opened));
+            effort.ran();
+            Ok(measures)
         };
         // Without a limit next to nothing is remapped: stamps there would only fill the machine's memory.
         let (plenty, limited) = (replay(None, Kind::Host)?, replay(Some(limit), Kind::Verified)?);
@@ -154,14 +149,18 @@ fn one(options: &Options, workload: &Workload, allocator: &str) -> Result<Measur
         return Ok(Measured { row, plenty: None, limited: None });
     }
     let measured = |limit| -> Result<Run, String> {
-        Ok(measure::run(trace, open(options, workload, allocator, limit, Kind::Watched)?))
+        let run = measure::run(trace, open(options, workload, allocator, limit, Kind::Watched)?);
+        effort.ran();
+        Ok(run)
     };
     let (plenty, limited) = (measured(None)?, measured(Some(limit))?);
     let [all, some] = [&plenty, &limited].map(|run| Measures::of_run(run.peak_requested(), run));
     let mut row = Row::new(workload, allocator, "sim", limit, all, some);
     let completes = |limit| -> Result<bool, String> {
         let opened = open(options, workload, allocator, Some(limit), Kind::Plain)?;
-        Ok(replayed(workload, opened).completed())
+        let completed = replayed(workload, opened).completed();
+        effort.tried();
+        Ok(completed)
     };
     match options.least {
         Least::Full => row.set_least(least::search(peak, completes)?, 1.0 / least::STEPS_PER_PEAK as f64),

@@ -1,10 +1,11 @@
 //! Moving against copying: GB/s of remapping by handle size, by bare driver calls and through the heap,
 //! beside a copy of the same bytes.
 
+use super::Progress;
 use super::report::Table;
 use crate::backend::driver::Driver;
 use crate::backend::host::{HostBackend, HostOptions};
-use crate::backend::{Backend, StreamId};
+use crate::backend::{Backend, BackendKind, StreamId};
 use crate::heap::{Allocation, Heap};
 use crate::units::MIB;
 use serde::Serialize;
@@ -15,8 +16,14 @@ use std::time::{Duration, Instant};
 const SIZES: [u64; 10] = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024];
 /// Largest one in a quick run.
 const QUICK_MAX: u64 = 64;
+/// Largest one on host memory, whose pages the system gives one by one: two of more take longer than they tell.
+const HOST_MAX: u64 = 128;
 /// Memory that is moved or copied in one round, at least two handles; a quarter of it in a quick run.
-const WORKING_SET: u64 = 256 * MIB;
+const WORKING_SET: u64 = 128 * MIB;
+/// Rounds of one measurement: the most, and the least, after which none is begun once enough time is gone.
+const ROUNDS: usize = 7;
+const FEWEST: usize = 3;
+const ENOUGH: Duration = Duration::from_millis(200);
 
 /// One handle size. Rates count each byte once.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -84,8 +91,11 @@ impl Ground for HostGround {
     fn copy(&self, bytes: u64, set: u64, rounds: usize) -> Result<Duration, String> {
         let set = set.max(bytes) as usize;
         let (from, mut to, bytes) = (vec![1u8; set], vec![2u8; set], bytes as usize);
-        let mut times = Vec::new();
+        let (mut times, begin) = (Vec::new(), Instant::now());
         for round in 0..rounds.max(set / bytes) {
+            if round >= FEWEST && begin.elapsed() > ENOUGH {
+                break;
+            }
             let at = round * bytes % (set - bytes + 1).max(1) / bytes * bytes;
             let start = Instant::now();
             to[at..at + bytes].copy_from_slice(&from[at..at + bytes]);
@@ -110,8 +120,11 @@ fn bare(ground: &dyn Ground, size: u64, count: u64, rounds: usize) -> Result<Dur
             ground.touch(scattered(index), size)?;
         }
         ground.settle()?;
-        let mut times = Vec::new();
-        for _ in 0..rounds {
+        let (mut times, begin) = (Vec::new(), Instant::now());
+        for round in 0..rounds {
+            if round >= FEWEST && begin.elapsed() > ENOUGH {
+                break;
+            }
             for (index, handle) in (0..count).zip(&handles) {
                 let start = Instant::now();
                 driver.relocate(scattered(index), row(index), *handle, size).map_err(text)?;
@@ -160,21 +173,37 @@ fn through_heap(ground: &dyn Ground, size: u64, count: u64) -> Result<Duration, 
     if moved == count { Ok(took) } else { Err(format!("{moved} handles of {size} bytes moved instead of {count}")) }
 }
 
-fn measure(ground: &dyn Ground, quick: bool) -> Result<Moving, String> {
-    let (rounds, set) = if quick { (3, WORKING_SET / 4) } else { (7, WORKING_SET) };
+/// Median over rounds of [`through_heap`].
+fn through_heap_often(ground: &dyn Ground, size: u64, count: u64, rounds: usize) -> Result<Duration, String> {
+    let (mut times, begin) = (Vec::new(), Instant::now());
+    while times.len() < FEWEST || (times.len() < rounds && begin.elapsed() < ENOUGH) {
+        times.push(through_heap(ground, size, count)?);
+    }
+    Ok(median(times))
+}
+
+fn measure(ground: &dyn Ground, quick: bool, progress: &dyn Progress) -> Result<Moving, String> {
+    let (rounds, set) = if quick { (FEWEST, WORKING_SET / 4) } else { (ROUNDS, WORKING_SET) };
+    let host = ground.backend().kind() == BackendKind::Host;
+    let most = if quick { QUICK_MAX } else { SIZES[SIZES.len() - 1] }.min(if host { HOST_MAX } else { u64::MAX });
+    let sizes = || SIZES.into_iter().filter(|size| *size <= most);
+    let moved = |handle_mib: u64| set.max(2 * handle_mib * MIB);
     let mut rates = Vec::new();
-    for handle_mib in SIZES.into_iter().filter(|size| !quick || *size <= QUICK_MAX) {
+    progress.length(sizes().map(moved).sum());
+    for handle_mib in sizes() {
         let size = handle_mib * MIB;
-        let count = (set / size).max(2);
+        let count = moved(handle_mib) / size;
+        progress.doing(&format!("moving against copying on {}, {handle_mib} MiB", ground.backend().kind().name()));
         let bare = bare(ground, size, count, rounds)?;
-        let heap: Result<Vec<Duration>, String> = (0..rounds).map(|_| through_heap(ground, size, count)).collect();
+        let heap = through_heap_often(ground, size, count, rounds)?;
         rates.push(Rate {
             handle_mib,
             bare_us: bare.as_secs_f64() * 1e6,
             bare_gb_s: gb_s(size, bare),
-            heap_gb_s: gb_s(size * count, median(heap?)),
+            heap_gb_s: gb_s(size * count, heap),
             copy_gb_s: gb_s(size, ground.copy(size, set, rounds)?),
         });
+        progress.done(moved(handle_mib));
     }
     let backend = ground.backend();
     Ok(Moving {
@@ -201,9 +230,9 @@ fn crossover(rates: &[Rate]) -> Option<f64> {
 ///
 /// # Errors
 /// What the system refuses, in words.
-pub(crate) fn host(quick: bool) -> Result<Moving, String> {
+pub(crate) fn host(quick: bool, progress: &dyn Progress) -> Result<Moving, String> {
     let backend = HostBackend::new(HostOptions::default()).map_err(text)?;
-    measure(&HostGround(Arc::new(backend)), quick)
+    measure(&HostGround(Arc::new(backend)), quick, progress)
 }
 
 /// On the first GPU.
@@ -211,7 +240,7 @@ pub(crate) fn host(quick: bool) -> Result<Moving, String> {
 /// # Errors
 /// Why there is none, or what the driver refuses.
 #[cfg(feature = "cuda")]
-pub(crate) fn cuda(quick: bool) -> Result<Moving, String> {
+pub(crate) fn cuda(quick: bool, progress: &dyn Progress) -> Result<Moving, String> {
     use crate::backend::cuda::{CudaBackend, CudaOptions};
 
     #[derive(Debug)]
@@ -233,7 +262,7 @@ pub(crate) fn cuda(quick: bool) -> Result<Moving, String> {
     }
 
     let backend = CudaBackend::open(0, &CudaOptions::default()).map_err(text)?;
-    measure(&CudaGround(Arc::new(backend)), quick)
+    measure(&CudaGround(Arc::new(backend)), quick, progress)
 }
 
 /// Built without the backend.
@@ -241,18 +270,27 @@ pub(crate) fn cuda(quick: bool) -> Result<Moving, String> {
 /// # Errors
 /// Always.
 #[cfg(not(feature = "cuda"))]
-pub(crate) fn cuda(_: bool) -> Result<Moving, String> {
+pub(crate) fn cuda(_: bool, _: &dyn Progress) -> Result<Moving, String> {
     Err("xseg was built without the `cuda` feature".to_owned())
 }
 
 impl Moving {
-    /// The table of reports.
-    pub(crate) fn table(&self) -> Table {
-        let crossover = match self.crossover_mib {
+    /// From which size remapping is faster, in a sentence.
+    pub(crate) fn sentence(&self) -> String {
+        format!("Moving against copying on {}: {}.", self.backend, self.crossover())
+    }
+
+    fn crossover(&self) -> String {
+        match self.crossover_mib {
             Some(mib) if mib <= SIZES[0] as f64 => "at every size tried, remapping is faster than copying".to_owned(),
             Some(mib) => format!("remapping is faster than copying from handles of {mib:.1} MiB up"),
             None => "copying is faster than remapping at every size tried".to_owned(),
-        };
+        }
+    }
+
+    /// The table of reports.
+    pub(crate) fn table(&self) -> Table {
+        let crossover = self.crossover();
         let mut table = Table::new(
             &format!("Moving against copying on {}", self.backend),
             &format!(

@@ -1,6 +1,6 @@
 //! The figures of one allocator on one workload, as reports print them. Units stand in the names.
 
-use super::measure::{Quantiles, Run};
+use super::measure::{Longest, Quantiles, Run};
 use super::workloads::{Origin, Workload};
 use crate::replay::{DriverCalls, Outcome};
 use serde::Serialize;
@@ -35,6 +35,7 @@ pub(crate) struct Measures {
     pub(crate) copied_bytes: u64,
     /// Driver time and waiting in one allocation.
     pub(crate) stall_us: Option<Quantiles>,
+    pub(crate) longest_stall: Option<Longest>,
     /// The machine's time of one allocation. Differs from run to run.
     pub(crate) machine_ns: Option<Quantiles>,
     /// Median of it without a stall. Differs from run to run.
@@ -104,6 +105,7 @@ impl Measures {
             moved_bytes: figures.bytes_moved,
             copied_bytes: figures.bytes_copied,
             stall_us: None,
+            longest_stall: None,
             machine_ns: None,
             hot_path_ns: None,
             wall_ms: 0.0,
@@ -121,6 +123,7 @@ impl Measures {
             failure: run.failure.clone(),
             teardown_ms: millis(run.teardown),
             stall_us: Some(run.stall_us),
+            longest_stall: run.longest,
             machine_ns: Some(run.machine_ns),
             hot_path_ns: run.hot_path_ns,
             wall_ms: millis(run.wall),

@@ -12,17 +12,23 @@ pub(super) struct Told {
     done: AtomicU64,
 }
 
+impl Told {
+    pub(super) fn so_far(&self) -> u64 {
+        self.done.load(Relaxed)
+    }
+}
+
 impl Progress for Told {
-    fn length(&self, events: u64) {
-        self.length.store(events, Relaxed);
+    fn length(&self, work: u64) {
+        self.length.store(work, Relaxed);
     }
 
-    fn done(&self, events: u64) {
-        self.done.fetch_add(events, Relaxed);
+    fn done(&self, work: u64) {
+        self.done.fetch_add(work, Relaxed);
     }
 
     fn doing(&self, what: &str) {
-        assert!(what.contains(" with "), "{what}");
+        assert!(what.contains(" with ") || what.contains("moving"), "{what}");
     }
 }
 

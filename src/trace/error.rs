@@ -62,6 +62,16 @@ pub enum TraceError {
         /// The limit.
         most: u64,
     },
+    /// A snapshot is larger than what is read into memory.
+    #[error(
+        "the snapshot is larger than {} MiB; record it without stacks, \
+         torch.cuda.memory._record_memory_history(context=None), or with fewer events (max_entries=N)",
+        most >> 20
+    )]
+    SnapshotTooLarge {
+        /// The limit in bytes, unfolded.
+        most: u64,
+    },
     /// A snapshot pickle is damaged or not of the kind that PyTorch writes.
     #[error("the pickle is not readable at byte {offset}: {why}; write it with torch.cuda.memory._dump_snapshot(path)")]
     Pickle {

@@ -33,7 +33,7 @@ pub(super) fn load(path: &Path) -> Result<Trace, TraceError> {
     let mut bytes = Vec::new();
     file.take(PICKLE_MAX + 1).read_to_end(&mut bytes).map_err(failed)?;
     if bytes.len() as u64 > PICKLE_MAX {
-        return Err(too_large(PICKLE_MAX));
+        return Err(TraceError::SnapshotTooLarge { most: PICKLE_MAX });
     }
     read_bytes(&bytes)
 }
@@ -48,7 +48,7 @@ pub(super) fn read_bytes(bytes: &[u8]) -> Result<Trace, TraceError> {
         unfold(decoder)
     } else if bytes.first() == Some(&PICKLE) {
         if bytes.len() as u64 > PICKLE_MAX {
-            return Err(too_large(PICKLE_MAX));
+            return Err(TraceError::SnapshotTooLarge { most: PICKLE_MAX });
         }
         snapshot::read(bytes)
     } else {
@@ -65,7 +65,7 @@ fn unfold(decoder: impl Read) -> Result<Trace, TraceError> {
     let mut bytes = Vec::new();
     reader.take(PICKLE_MAX + 1).read_to_end(&mut bytes).map_err(|error| damaged(0, error))?;
     if bytes.len() as u64 > PICKLE_MAX {
-        return Err(too_large(PICKLE_MAX));
+        return Err(TraceError::SnapshotTooLarge { most: PICKLE_MAX });
     }
     snapshot::read(&bytes)
 }
@@ -80,7 +80,7 @@ pub(super) fn damaged(line: u64, error: impl Into<io::Error>) -> TraceError {
 }
 
 fn too_large(most: u64) -> TraceError {
-    TraceError::TooLarge { what: "bytes once unfolded", most }
+    TraceError::TooLarge { what: "MiB once unfolded", most: most >> 20 }
 }
 
 /// A reader that fails once more than a number of bytes came out: a small file can unfold to anything.

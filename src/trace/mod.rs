@@ -12,6 +12,7 @@ mod text;
 
 pub use error::TraceError;
 
+use crate::units::counted;
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -125,7 +126,7 @@ impl Trace {
 }
 
 /// File name without folder and endings: `runs/gpt2.trace.xz` is `gpt2`.
-fn name_of(path: &Path) -> String {
+pub(crate) fn name_of(path: &Path) -> String {
     let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
     let mut rest: &str = &name;
     for ending in [".xz", ".zst", ".trace", ".pickle", ".pkl"] {
@@ -196,8 +197,8 @@ impl Builder {
         }
         if self.out_of_order > 0 {
             self.trace.notes.push(format!(
-                "{} events lay before their predecessor in time and were moved up to it",
-                self.out_of_order
+                "{} earlier than the one before: moved up to it in time",
+                counted(self.out_of_order, "event")
             ));
         }
         self.trace.events.shrink_to_fit();

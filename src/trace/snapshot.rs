@@ -7,6 +7,7 @@
 
 use super::pickle::{Id, Pickle};
 use super::{BLOCK_MAX, Builder, EVENTS_MAX, TIME_MAX_US, Trace, TraceError};
+use crate::units::counted;
 use std::collections::{BTreeMap, HashMap};
 
 pub(super) fn read(bytes: &[u8]) -> Result<Trace, TraceError> {
@@ -25,7 +26,8 @@ pub(super) fn read(bytes: &[u8]) -> Result<Trace, TraceError> {
     let left_out: usize = histories.iter().map(|history| history.len()).sum::<usize>() - history.len();
     if left_out > 0 {
         reader.notes.push(format!(
-            "read device {device}, which has the longest history; {left_out} events of other devices are left out"
+            "read device {device}, which has the longest history; left out: {} of other devices",
+            counted(left_out as u64, "event")
         ));
     }
     if history.len() > EVENTS_MAX {
@@ -211,22 +213,26 @@ impl<'a> Reader<'a> {
         let notes = [
             (
                 c.live_initial,
-                "blocks are live at the end without an allocation in the history: allocated before it, added at the start",
+                "block",
+                "live at the end without an allocation in the history: allocated before it, added at the start",
             ),
             (
                 c.freed_initial,
-                "blocks are freed without an allocation in the history: allocated before it, added at the start",
+                "block",
+                "freed without an allocation in the history: allocated before it, added at the start",
             ),
-            (c.completed_only, "frees completed whose request lies before the history: left out"),
-            (c.unknown_frees, "frees of addresses that are not live: left out"),
-            (c.implied_frees, "blocks were allocated at the address of a live one: the live one is freed there"),
+            (c.completed_only, "free", "completed whose request lies before the history: left out"),
+            (c.unknown_frees, "free", "of what is not live: left out"),
+            (c.implied_frees, "block", "allocated at the address of a live one: the live one is freed there"),
             (
                 c.delayed,
-                "frees completed only after other events (used on other streams, which the snapshot does not name)",
+                "free",
+                "completed only after other events (used on other streams, which the snapshot does not name)",
             ),
-            (c.unreadable, "entries have no address or no size from 0 to 256 TiB: left out"),
+            (c.unreadable, "event", "without an address or a size from 0 to 256 TiB: left out"),
         ];
-        let counted = notes.iter().filter(|(count, _)| *count > 0).map(|(count, text)| format!("{count} {text}"));
+        let there = notes.iter().filter(|(count, ..)| *count > 0);
+        let counted = there.map(|(count, noun, text)| format!("{} {text}", counted(*count, noun)));
         self.notes.extend(counted);
         if !self.other.is_empty() {
             let kinds: Vec<String> = self.other.iter().map(|(name, count)| format!("{count} {name}")).collect();

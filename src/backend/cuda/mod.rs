@@ -132,11 +132,9 @@ pub fn driver_info() -> Result<DriverInfo, Error> {
 }
 
 fn initialised() -> Result<&'static Api, Error> {
-    let elsewhere = "or use another backend (`backend:host` in XSEG_CONF, `--backend host`)";
-    let api = Api::load().map_err(|why| unavailable(format!("{why}, {elsewhere}")))?;
-    api.init().map_err(|error| {
-        unavailable(format!("{}; check `nvidia-smi` and CUDA_VISIBLE_DEVICES, {elsewhere}", error.reason))
-    })?;
+    let api = Api::load().map_err(unavailable)?;
+    api.init()
+        .map_err(|error| unavailable(format!("{}; check `nvidia-smi` and CUDA_VISIBLE_DEVICES", error.reason)))?;
     Ok(api)
 }
 

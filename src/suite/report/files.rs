@@ -1,14 +1,22 @@
 //! The files of a report.
 
-use super::{Report, html, not_best, terminal};
-use crate::suite::measure::Quantiles;
+use super::{Report, html, not_best, summary};
+use crate::suite::measure::{Longest, Quantiles};
 use crate::suite::row::{Measures, Row};
 use serde::Serialize;
 use std::io;
 use std::path::{Path, PathBuf};
 
 /// Names of the files, the page first.
-pub(crate) const NAMES: [&str; 3] = ["report.html", "report.json", "rows.csv"];
+pub(crate) const NAMES: [&str; 4] = ["report.html", "report.json", "rows.csv", "summary.csv"];
+/// What is in them.
+pub(crate) const CONTENTS: [&str; 4] =
+    ["the report, for a browser", "all figures", "a line for each workload and allocator", "a line for each allocator"];
+
+/// Does `folder` hold a report?
+pub(crate) fn is_there(folder: &Path) -> bool {
+    NAMES.iter().any(|name| folder.join(name).is_file())
+}
 
 /// Makes `folder` if it is not there, and sees whether a report can be written there.
 ///
@@ -38,7 +46,7 @@ fn part(folder: &Path, name: &str) -> PathBuf {
 /// What the system refuses.
 pub(crate) fn write(report: &Report, folder: &Path) -> io::Result<Vec<PathBuf>> {
     std::fs::create_dir_all(folder)?;
-    let contents = [html::page(report).map_err(io::Error::other)?, json(report)?, csv(report)?];
+    let contents = [html::page(report).map_err(io::Error::other)?, json(report)?, csv(report)?, standings(report)?];
     let mut paths = Vec::new();
     for (name, content) in NAMES.iter().zip(contents) {
         std::fs::write(part(folder, name), content)?;
@@ -55,10 +63,11 @@ pub(crate) fn write(report: &Report, folder: &Path) -> io::Result<Vec<PathBuf>> 
 fn json(report: &Report) -> io::Result<String> {
     let rows = report.rows();
     let standing: Vec<_> =
-        [terminal::summary(report), not_best::table(report)].into_iter().chain(report.tables.iter().cloned()).collect();
+        [summary::table(report), not_best::table(report)].into_iter().chain(report.tables.iter().cloned()).collect();
     let all = serde_json::json!({
         "setup": report.setup,
         "rows": rows,
+        "summary": summary::standings(report),
         "moving": report.moving,
         "tables": standing,
         "left_out": report.skipped,
@@ -75,6 +84,16 @@ fn csv(report: &Report) -> io::Result<String> {
             writer.write_record(fields.iter().map(|field| field.0.as_str())).map_err(io::Error::other)?;
         }
         writer.write_record(fields.iter().map(|field| field.1.as_str())).map_err(io::Error::other)?;
+    }
+    let bytes = writer.into_inner().map_err(|error| io::Error::other(error.to_string()))?;
+    String::from_utf8(bytes).map_err(io::Error::other)
+}
+
+/// One line an allocator.
+fn standings(report: &Report) -> io::Result<String> {
+    let mut writer = csv::Writer::from_writer(Vec::new());
+    for standing in summary::standings(report) {
+        writer.serialize(standing).map_err(io::Error::other)?;
     }
     let bytes = writer.into_inner().map_err(|error| io::Error::other(error.to_string()))?;
     String::from_utf8(bytes).map_err(io::Error::other)
@@ -145,6 +164,12 @@ fn measures(prefix: &str, run: &Measures, out: &mut Vec<(String, String)>) {
         add(&format!("{name}_p999"), value(|q| q.p999));
         add(&format!("{name}_max"), value(|q| q.max));
     }
+    let longest = |of: fn(Longest) -> u64| plain(run.longest_stall.map(of));
+    add("longest_stall_event", longest(|stall| stall.event));
+    add("longest_stall_requested_bytes", longest(|stall| stall.requested_bytes));
+    add("longest_stall_grown_bytes", longest(|stall| stall.grown_bytes));
+    add("longest_stall_waited_ns", longest(|stall| stall.waited_ns));
+    add("longest_stall_driver_ns", longest(|stall| stall.driver_ns));
     add("hot_path_ns", plain(run.hot_path_ns));
     add("wall_ms", plain(run.wall_ms));
     add("stamps_checked", plain(run.stamps_checked));

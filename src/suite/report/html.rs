@@ -1,39 +1,48 @@
 //! The report as one page that loads nothing else.
 
-use super::{Quantity, Report, Table, not_best, plots, terminal};
+use super::{Quantity, Report, Table, not_best, plots, summary, terminal};
 use crate::suite::Measured;
-use crate::units::human;
+use crate::units::{counted, human};
 
 const STYLE: &str = include_str!("page.css");
-
-/// What starts with a digit and is shorter is a number, not a sentence.
-const NUMBER: usize = 24;
 
 /// Text for HTML, also in attributes.
 pub(super) fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
+/// Prose: names between backticks are code.
+fn prose(text: &str) -> String {
+    let mut out = String::new();
+    for (number, part) in escape(text).split('`').enumerate() {
+        out += &if number % 2 == 1 { format!("<code>{part}</code>") } else { part.to_owned() };
+    }
+    out
+}
+
+/// A table; nothing for one without rows.
 fn element(table: &Table) -> String {
+    if table.rows.is_empty() {
+        return String::new();
+    }
+    let class = |column: usize| if table.is_numeric(column) { "number" } else { "" };
+    let classes: Vec<&str> = (0..table.headings.len()).map(class).collect();
     let mut out = format!("<table><caption>{}</caption><thead><tr>", escape(&table.title));
-    for heading in &table.headings {
-        out += &format!("<th scope=\"col\">{}</th>", escape(heading));
+    for (heading, class) in table.headings.iter().zip(&classes) {
+        out += &format!("<th scope=\"col\" class=\"{class}\">{}</th>", escape(heading));
     }
     out += "</tr></thead><tbody>";
     for row in &table.rows {
         out += "<tr>";
-        for (number, text) in row.iter().enumerate() {
-            let class = match text.chars().next() {
-                _ if text.ends_with('*') => " class=\"number best\"",
-                Some('0'..='9' | '–' | '-') if text.len() < NUMBER => " class=\"number\"",
-                _ => "",
-            };
+        for (number, (text, class)) in row.iter().zip(&classes).enumerate() {
+            let best = if text.ends_with('*') { " best" } else { "" };
             let cell = if number == 0 { "th scope=\"row\"" } else { "td" };
-            out += &format!("<{cell}{class}>{}</{}>", escape(text), &cell[..2]);
+            out += &format!("<{cell} class=\"{class}{best}\">{}</{}>", escape(text), &cell[..2]);
         }
         out += "</tr>";
     }
-    format!("<div class=\"wide\">{out}</tbody></table></div><p>{}</p>\n", escape(&table.text))
+    out = out.replace(" class=\"\"", "");
+    format!("<div class=\"wide\" tabindex=\"0\">{out}</tbody></table></div><p>{}</p>\n", prose(&table.text))
 }
 
 /// Everything about one workload.
@@ -41,13 +50,7 @@ fn workload(report: &Report, name: &str, group: &[&Measured]) -> Result<String, 
     let Some(first) = group.first() else { return Ok(String::new()) };
     let headings = terminal::headings();
     let headings: Vec<&str> = headings.iter().map(String::as_str).collect();
-    let text = format!(
-        "Peak requested {}, limit {}, {} events.",
-        human(first.row.peak_requested_bytes),
-        human(first.row.limit_bytes),
-        first.row.events
-    );
-    let mut table = Table::new(report.about(name), &text, &headings);
+    let mut table = Table::new(report.about(name), &terminal::facts(&first.row), &headings);
     for measured in group {
         table.row(terminal::cells(&measured.row, group));
     }
@@ -58,14 +61,31 @@ fn workload(report: &Report, name: &str, group: &[&Measured]) -> Result<String, 
         }
     }
     out += &format!("<figure>{}</figure></div>", plots::stalls(group)?);
-    let most = plots::most_reserved(group);
-    out += "<details><summary>Memory over time, with plenty of memory</summary><div class=\"row small\">";
+    let drawn = pictures(group)?;
+    Ok(out + &drawn + "</section>\n")
+}
+
+/// What is drawn of each allocator, folded away.
+fn pictures(group: &[&Measured]) -> Result<String, String> {
+    if group.iter().all(|measured| measured.plenty.is_none()) {
+        return Ok(String::new());
+    }
+    let top = plots::top(group);
+    let mut out = String::from(
+        "<details><summary>Memory over time, with plenty of memory</summary><p>Reserved as an area, allocated dashed, \
+         requested as a thin line. All panels of a workload have one scale; what reserves more than it shows is cut off at the \
+         top, and says so.</p><div class=\"row small\">",
+    );
     for measured in group {
         if let Some(run) = &measured.plenty {
-            out += &format!("<figure>{}</figure>", plots::memory(&measured.row.allocator, run, most)?);
+            out += &format!("<figure>{}</figure>", plots::memory(&measured.row.allocator, run, top)?);
         }
     }
-    out += "</div></details><details><summary>Address space at the peak, and when memory ran out under the limit</summary><div class=\"row small wider\">";
+    out += "</div></details><details><summary>Address space at the peak, and when memory ran out under the limit</summary>\
+            <p>Each strip is the mapped address space from its lowest address (left) to its highest (right), in 120 columns of the \
+            same size. A column shows what its addresses hold as shares of its height, from the bottom up: blocks, blocks on moved \
+            memory, holes, what a move left behind; what is empty is unmapped, of which no run is shown wider than a fortieth of \
+            all (the scale counts what is shown). Memory without holes is a solid bar, scattered memory a ragged one.</p><div class=\"row small wider\">";
     for measured in group {
         let runs = [(&measured.plenty, "plenty"), (&measured.limited, "limit")];
         for (run, which) in runs {
@@ -76,17 +96,17 @@ fn workload(report: &Report, name: &str, group: &[&Measured]) -> Result<String, 
             };
             let Some((picture, when)) = picture else { continue };
             let title = format!(
-                "{}, {which}, {when}: {} in {} holes, largest {}",
+                "{}, {which}, {when}: {} in {}, largest {}",
                 measured.row.allocator,
                 human(picture.bytes[2]),
-                picture.holes,
+                counted(picture.holes, "hole"),
                 human(picture.largest_hole)
             );
             let drawn = plots::addresses(&title, picture)?;
             out += &format!("<figure>{drawn}<figcaption>{}</figcaption></figure>", escape(&title));
         }
     }
-    Ok(out + "</div></details></section>\n")
+    Ok(out + "</div></details>")
 }
 
 /// The page.
@@ -98,6 +118,7 @@ pub(super) fn page(report: &Report) -> Result<String, String> {
     let conf = if setup.conf.is_empty() { "defaults" } else { &setup.conf };
     let mut out = format!(
         "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+         <meta name=\"color-scheme\" content=\"light dark\">\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
          <title>xseg: defragmentation suite</title><style>{STYLE}</style></head><body><main>\n\
          <h1>Defragmentation suite</h1>\n\
@@ -119,30 +140,37 @@ pub(super) fn page(report: &Report) -> Result<String, String> {
         for (name, _) in &groups {
             out += &format!("<a href=\"#{0}\">{0}</a> ", escape(name));
         }
-        out += "<a href=\"#not-best\">where xseg is not the best</a> <a href=\"#tables\">further tables</a></nav>\n";
-        out += &element(&terminal::summary(report));
+        out += "<a href=\"#not-best\">where xseg is not the best</a>";
+        if !report.moving.is_empty() || !report.tables.is_empty() {
+            out += " <a href=\"#tables\">further tables</a>";
+        }
+        out += "</nav>\n";
+        out += &element(&summary::table(report));
         out += &format!(
             "<h2>How to read this</h2><p>{}</p><figure class=\"legend\">{}</figure>\n",
             escape(terminal::LEGEND),
             plots::legend()?
         );
-        out += &format!(
-            "<section id=\"not-best\"><h2>Where xseg is not the best, and why</h2>{}</section>\n",
-            element(&not_best::table(report))
-        );
+        let behind = not_best::table(report);
+        let behind = if behind.rows.is_empty() { "<p>Nowhere.</p>".to_owned() } else { element(&behind) };
+        out += &format!("<section id=\"not-best\"><h2>Where xseg is not the best, and why</h2>{behind}</section>\n");
     }
     for (name, group) in &groups {
         out += &workload(report, name, group)?;
     }
-    out += "<section id=\"tables\"><h2>Further tables</h2>";
-    for moving in &report.moving {
-        out += &format!("{}<figure>{}</figure>", element(&moving.table()), plots::moving(moving)?);
+    if !report.moving.is_empty() || !report.tables.is_empty() {
+        out += "<section id=\"tables\"><h2>Further tables</h2>";
+        for moving in &report.moving {
+            out += &format!("{}<figure>{}</figure>", element(&moving.table()), plots::moving(moving)?);
+        }
+        for table in &report.tables {
+            out += &element(table);
+        }
+        out += "</section>";
     }
-    for table in &report.tables {
-        out += &element(table);
+    if !report.skipped.is_empty() {
+        let items: Vec<String> = report.skipped.iter().map(|why| format!("<li>{}</li>", prose(why))).collect();
+        out += &format!("<section><h2>Left out</h2><ul>{}</ul></section>", items.concat());
     }
-    for skipped in &report.skipped {
-        out += &format!("<p>Left out: {}</p>", escape(skipped));
-    }
-    Ok(out + "</section></main></body></html>\n")
+    Ok(out + "</main></body></html>\n")
 }

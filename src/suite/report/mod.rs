@@ -1,18 +1,20 @@
 //! What was found, for people and for programs: terminal, JSON, CSV, and one page of HTML.
 
 mod files;
+pub(crate) mod grid;
 mod html;
 mod not_best;
 mod plots;
+mod summary;
 mod terminal;
 
-pub(crate) use files::{prepare, write};
+pub(crate) use files::{CONTENTS, is_there, prepare, write};
 pub(crate) use terminal::text;
 
 use super::moving::Moving;
 use super::row::Row;
 use super::{HOST, Measured, OWN};
-use crate::units::GRANULE;
+use crate::units::{GIB, GRANULE};
 use serde::Serialize;
 use std::time::Duration;
 
@@ -37,6 +39,39 @@ impl Table {
         debug_assert_eq!(cells.len(), self.headings.len(), "{}", self.title);
         self.rows.push(cells);
     }
+
+    /// Does this column hold numbers alone?
+    fn is_numeric(&self, column: usize) -> bool {
+        self.rows.iter().filter_map(|row| row.get(column)).all(|text| is_number(text))
+    }
+
+    /// Without the columns, but the first, in which no row has a value.
+    pub(crate) fn without_empty_columns(mut self) -> Self {
+        let empty = |column: usize| self.rows.iter().all(|row| row.get(column).is_some_and(|text| text == "–"));
+        let kept: Vec<bool> = (0..self.headings.len()).map(|column| column == 0 || !empty(column)).collect();
+        for row in self.rows.iter_mut().chain([&mut self.headings]) {
+            let mut keep = kept.iter();
+            row.retain(|_| keep.next() == Some(&true));
+        }
+        if self.headings.len() < 2 {
+            self.rows.clear();
+        }
+        self
+    }
+}
+
+/// What stands for a value where a run did not complete.
+const NO_MEMORY: &str = "out of memory";
+
+/// Is this a number as tables show it: marked, in brackets, none (`–`), or of so many?
+fn is_number(text: &str) -> bool {
+    if text == NO_MEMORY {
+        return true;
+    }
+    let bare = text.strip_prefix('(').unwrap_or(text);
+    let bare = bare.strip_prefix("over ").unwrap_or(bare);
+    bare.starts_with(|first: char| first.is_ascii_digit() || first == '–' || first == '-')
+        && !bare.replace(" of ", "").contains(char::is_alphabetic)
 }
 
 /// What the suite was run with.
@@ -159,11 +194,32 @@ impl Quantity {
         rows.into_iter().filter_map(|row| self.of(row)).min_by(f64::total_cmp)
     }
 
-    /// Is this row as good as the best?
+    /// Is this row the best, alone or with others that show the same digits?
     pub(crate) fn is_best(self, row: &Row, best: Option<f64>) -> bool {
         match (self.of(row), best) {
-            (Some(own), Some(best)) => !self.is_behind(row, own, best),
+            (Some(own), Some(best)) => self.shown(row, own) == self.shown(row, best),
             _ => false,
+        }
+    }
+
+    /// A value as tables show it.
+    pub(crate) fn shown(self, row: &Row, value: f64) -> String {
+        match self {
+            Self::Least => format!("{value:.4}"),
+            // In GiB.
+            Self::Reserved => format!("{:.3}", value * row.peak_requested_bytes as f64 / GIB as f64),
+            Self::Driver => format!("{value:.1}"),
+            Self::Stall => format!("{value:.0}"),
+        }
+    }
+
+    /// The row's value as tables show it, or why it has none.
+    pub(crate) fn shown_or_why(self, row: &Row) -> String {
+        match self.of(row) {
+            Some(value) => self.shown(row, value),
+            None if self == Self::Least && row.least_searched => "over 4".to_owned(),
+            None if self == Self::Driver && row.limited.refused_requests > 0 => NO_MEMORY.to_owned(),
+            None => "–".to_owned(),
         }
     }
 }

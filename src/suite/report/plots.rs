@@ -5,7 +5,7 @@ use crate::suite::Measured;
 use crate::suite::measure::{Run, Sample};
 use crate::suite::moving::Moving;
 use crate::suite::picture::{KINDS, Picture};
-use crate::units::GIB;
+use crate::units::{GIB, MIB};
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -39,7 +39,15 @@ fn svg(size: (u32, u32), name: &str, draw: impl FnOnce(&Area<'_>) -> Result<(), 
     let drawn = out[start..].replacen(&fixed, &fluid, 1);
     let titled = drawn.replacen(">\n", &format!("><title>{}</title>\n", super::html::escape(name)), 1);
     // What the page's style says once, and line breaks that nobody reads.
-    Ok(titled.replace("\n", "").replace(" opacity=\"1\"", "").replace(" font-family=\"sans-serif\"", ""))
+    let mut bare = titled.replace('\n', "").replace(" opacity=\"1\"", "").replace(" font-family=\"sans-serif\"", "");
+    // Colours are the page's, which has them for light and for dark.
+    for (colour, name) in
+        [(INK, "ink"), (MIDDLE, "middle"), (LIGHT, "light"), (OWN, "own"), (WHITE, "paper"), (BLACK, "ink")]
+    {
+        let fixed = format!("\"#{:02X}{:02X}{:02X}\"", colour.0, colour.1, colour.2);
+        bare = bare.replace(&fixed, &format!("\"var(--{name})\""));
+    }
+    Ok(bare)
 }
 
 fn style(size: u32) -> TextStyle<'static> {
@@ -74,35 +82,44 @@ fn hatch(area: &Area<'_>, from: (i32, i32), to: (i32, i32)) -> Result<(), String
     Ok(())
 }
 
-/// Memory over time: reserved as an area, allocated as a dashed line, requested as a line.
-pub(super) fn memory(name: &str, run: &Run, most: u64) -> Result<String, String> {
-    let end = run.samples.last().map_or(1.0, |sample| sample.time_us as f64 / 1e6).max(1e-6);
-    let top = (most as f64 / GIB as f64 * 1.05).max(1e-6);
+/// Memory over time: reserved as an area, allocated as a dashed line, requested as a line. What is above `top` bytes is
+/// cut off, and the caption says how far it goes.
+pub(super) fn memory(name: &str, run: &Run, top: u64) -> Result<String, String> {
+    let seconds = |sample: &Sample| sample.time_us as f64 / 1e6;
+    let start = run.samples.first().map_or(0.0, seconds);
+    let end = run.samples.last().map_or(1.0, seconds).max(start + 1e-6);
+    let most = run.samples.iter().map(|sample| sample.reserved).max().unwrap_or(0);
+    let top_gib = (top as f64 / GIB as f64).max(1e-6);
     let curve = |of: fn(&Sample) -> u64| {
-        let point = move |sample: &Sample| (sample.time_us as f64 / 1e6, of(sample) as f64 / GIB as f64);
+        let point = move |sample: &Sample| (seconds(sample), (of(sample) as f64 / GIB as f64).min(top_gib));
         run.samples.iter().map(point).collect::<Vec<_>>()
     };
-    svg((330, 190), &format!("memory over time, {name}"), |area| {
+    let caption = if most > top {
+        format!("{name}, cut off: up to {:.1} GiB", most as f64 / GIB as f64)
+    } else {
+        name.to_owned()
+    };
+    svg((330, 204), &format!("memory over time, {name}"), |area| {
         let mut chart = ChartBuilder::on(area)
             .margin(4)
             .margin_right(12)
-            .caption(name, style(14))
-            .x_label_area_size(30)
+            .caption(caption, style(14))
+            .x_label_area_size(44)
             .y_label_area_size(46)
-            .build_cartesian_2d(0.0..end, 0.0..top)
+            .build_cartesian_2d(start..end, 0.0..top_gib)
             .map_err(text)?;
         chart
             .configure_mesh()
             .disable_mesh()
             .x_labels(4)
-            .y_labels(4)
+            .y_labels(6)
             .x_desc("time, s")
             .y_desc("GiB")
             .label_style(style(11))
             .axis_desc_style(style(11))
             .draw()
             .map_err(text)?;
-        let mut area: Vec<(f64, f64)> = vec![(0.0, 0.0)];
+        let mut area: Vec<(f64, f64)> = vec![(start, 0.0)];
         area.extend(curve(|sample| sample.reserved));
         area.push((end, 0.0));
         chart.draw_series([Polygon::new(area, LIGHT.filled())]).map_err(text)?;
@@ -129,7 +146,7 @@ const FILLS: [(&str, Option<RGBColor>, bool); KINDS] = [
 pub(super) fn addresses(name: &str, picture: &Picture) -> Result<String, String> {
     const HEIGHT: i32 = 64;
     let width = 4 * picture.columns.len() as i32;
-    svg((width as u32 + 8, HEIGHT as u32 + 8), &format!("address space, {name}"), |area| {
+    svg((width as u32 + 40, HEIGHT as u32 + 30), &format!("address space, {name}"), |area| {
         let mut below = vec![0f32; picture.columns.len()];
         for (kind, (_, fill, hatched)) in FILLS.iter().enumerate() {
             let Some(fill) = fill.as_ref().filter(|_| picture.bytes[kind] > 0) else { continue };
@@ -158,7 +175,21 @@ pub(super) fn addresses(name: &str, picture: &Picture) -> Result<String, String>
                 area.draw(&PathElement::new(line, WHITE.stroke_width(1))).map_err(text)?;
             }
         }
-        area.draw(&Rectangle::new([(4, 4), (4 + width, 4 + HEIGHT)], INK.stroke_width(1))).map_err(text)
+        area.draw(&Rectangle::new([(4, 4), (4 + width, 4 + HEIGHT)], INK.stroke_width(1))).map_err(text)?;
+        let total = picture.bytes.iter().sum::<u64>() as f64;
+        let (unit, of) = if total >= GIB as f64 { ("GiB", GIB) } else { ("MiB", MIB) };
+        for quarter in 0..=4 {
+            let at = 4 + quarter * width / 4;
+            area.draw(&PathElement::new([(at, 4 + HEIGHT), (at, 8 + HEIGHT)], INK.stroke_width(1))).map_err(text)?;
+            let value = f64::from(quarter) / 4.0 * total / of as f64;
+            let (words, anchor) = match quarter {
+                0 => ("0".to_owned(), HPos::Left),
+                4 => (format!("{value:.2} {unit}"), HPos::Center),
+                _ => (format!("{value:.2}"), HPos::Center),
+            };
+            label(area, &words, (at, HEIGHT + 18), 11, anchor)?;
+        }
+        Ok(())
     })
 }
 
@@ -264,7 +295,7 @@ pub(super) fn stalls(group: &[&Measured]) -> Result<String, String> {
         for decade in 0..=decades as i32 {
             let at = x(10f64.powi(decade));
             area.draw(&PathElement::new([(at, 40), (at, bottom)], LIGHT.stroke_width(1))).map_err(text)?;
-            let words = ["1", "10", "100", "1 ms", "10 ms", "100 ms", "1 s", "10 s", "100 s"];
+            let words = ["1", "10", "100", "10³", "10⁴", "10⁵", "10⁶", "10⁷", "10⁸"];
             label(area, words.get(decade as usize).unwrap_or(&""), (at, bottom + 10), 11, HPos::Center)?;
         }
         for (line, (stall, name)) in rows.iter().enumerate() {
@@ -290,7 +321,20 @@ pub(super) fn moving(moving: &Moving) -> Result<String, String> {
     let low = all().fold(f64::INFINITY, f64::min) / 2.0;
     let high = all().fold(0.0, f64::max) * 2.5;
     let name = format!("moving against copying on {}", moving.backend);
-    svg((640, 360), &name, |area| {
+    svg((640, 384), &name, |area| {
+        let mut x = 70;
+        for (words, colour, dashed) in
+            [("● bare remap", OWN, false), ("▲ through the heap", OWN, true), ("× copy", INK, false)]
+        {
+            let step = if dashed { 9 } else { 6 };
+            for from in (x..x + 30).step_by(step) {
+                area.draw(&PathElement::new([(from, 372), (from + 6, 372)], colour.stroke_width(2))).map_err(text)?;
+            }
+            label(area, words, (x + 38, 372), 13, HPos::Left)?;
+            x += 190;
+        }
+        let area = &area.margin(0, 24, 0, 0);
+
         let sizes = (first.handle_mib as f64)..(last.handle_mib as f64 * 1.05);
         let mut chart = ChartBuilder::on(area)
             .margin(8)
@@ -302,6 +346,7 @@ pub(super) fn moving(moving: &Moving) -> Result<String, String> {
         chart
             .configure_mesh()
             .light_line_style(TRANSPARENT)
+            .x_labels(4)
             .x_label_formatter(&|mib| format!("{mib:.0}"))
             .y_label_formatter(&|rate| format!("{rate:.0}"))
             .x_desc("handle, MiB")
@@ -319,14 +364,6 @@ pub(super) fn moving(moving: &Moving) -> Result<String, String> {
         chart.draw_series(heap.iter().map(|at| TriangleMarker::new(*at, 6, OWN.filled()))).map_err(text)?;
         chart.draw_series(LineSeries::new(copy.clone(), INK.stroke_width(2))).map_err(text)?;
         chart.draw_series(copy.iter().map(|at| Cross::new(*at, 5, INK.stroke_width(2)))).map_err(text)?;
-        for (points, words, above) in
-            [(&bare, "● bare remap", true), (&heap, "▲ through the heap", false), (&copy, "× copy", true)]
-        {
-            let Some(at) = points.last() else { continue };
-            let (side, y) = if above { (VPos::Bottom, at.1 * 1.2) } else { (VPos::Top, at.1 / 1.2) };
-            let style = style(12).pos(Pos::new(HPos::Right, side));
-            chart.draw_series([Text::new(words.to_owned(), (at.0, y), style)]).map_err(text)?;
-        }
         if let Some(mib) = moving.crossover_mib.filter(|mib| *mib > first.handle_mib as f64) {
             let line = DashedLineSeries::new([(mib, low), (mib, high)], 3, 5, MIDDLE.stroke_width(1));
             chart.draw_series(line).map_err(text)?;
@@ -337,8 +374,12 @@ pub(super) fn moving(moving: &Moving) -> Result<String, String> {
     })
 }
 
-/// The top of the axes of [`memory`]: the most that any run of a workload reserved.
-pub(super) fn most_reserved(group: &[&Measured]) -> u64 {
-    let runs = group.iter().flat_map(|measured| [&measured.plenty, &measured.limited]).flatten();
-    runs.flat_map(|run| &run.samples).map(|sample| sample.reserved).max().unwrap_or(1)
+/// The top of the axes of [`memory`], one for a workload: the most that any run reserved, but no more than twice the peak
+/// requested, so that one huge allocator does not press the others flat.
+pub(super) fn top(group: &[&Measured]) -> u64 {
+    let runs = group.iter().filter_map(|measured| measured.plenty.as_ref());
+    let most = runs.flat_map(|run| &run.samples).map(|sample| sample.reserved).max().unwrap_or(1);
+    let peak = group.first().map_or(most, |first| first.row.peak_requested_bytes);
+    let top = most.min(2 * peak);
+    top + top / 20
 }

@@ -48,7 +48,7 @@ fn files_are_written_and_parse() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("new").join("folder");
     let paths = write(&report, &out).unwrap();
-    assert_eq!(paths.len(), 3);
+    assert_eq!(paths.len(), 4);
     let json: serde_json::Value = serde_json::from_slice(&std::fs::read(out.join("report.json")).unwrap()).unwrap();
     assert_eq!(json["rows"].as_array().unwrap().len(), 10);
     assert_eq!((&json["setup"]["seed"], &json["moving"][0]["crossover_mib"]), (&1.into(), &2.6.into()));
@@ -99,6 +99,7 @@ fn the_page_loads_nothing_and_shows_everything() {
     for (open, close) in [
         ("<svg ", "</svg>"),
         ("<table>", "</table>"),
+        ("<ul>", "</ul>"),
         ("<figure", "</figure>"),
         ("<section", "</section>"),
         ("<details>", "</details>"),
@@ -118,11 +119,20 @@ fn the_page_loads_nothing_and_shows_everything() {
         assert!(page.contains(part), "{part}");
     }
     assert!(page.contains("stamps checked") && page.contains("class=\"number best\""));
+    // Light and dark by the reader's choice: no colour but those of the page's style.
+    let body = page.split("</style>").nth(1).unwrap();
+    assert!(
+        page.contains("<meta name=\"color-scheme\" content=\"light dark\">")
+            && page.contains("prefers-color-scheme: dark")
+    );
+    assert!(!body.contains("fill=\"#"), "a fixed colour");
+    assert!(!body.contains("stroke=\"#") && body.contains("fill=\"var(--ink)\""), "a fixed colour");
+    assert!(!body.contains('`') && !body.contains("<tbody></tbody>"));
 }
 
 #[test]
 fn the_terminal_has_sorted_tables_with_the_best_marked() {
-    let text = text(&report());
+    let text = text(&report(), true, None);
     for part in [
         "allocator",
         "GiB",
@@ -148,7 +158,7 @@ fn where_xseg_is_not_the_best_is_found_with_a_reason() {
     assert!(!table.rows.is_empty(), "something is always cheaper on so small a trace");
     for row in &table.rows {
         let value = |name: &str| row[column(name)].parse::<f64>();
-        if let (Ok(own), Ok(best)) = (value("xseg"), value("best")) {
+        if let (Ok(own), Ok(best)) = (value("xseg"), value("other")) {
             assert!(own > best, "{row:?}");
         }
         assert!(row[column("by")] != "xseg" && row[column("why")].len() > 20, "{row:?}");
@@ -162,6 +172,109 @@ fn where_xseg_is_not_the_best_is_found_with_a_reason() {
             let listed = table.rows.iter().any(|row| row[0] == workload && row[1] == quantity.name());
             assert_eq!(behind, listed, "{workload} {}", quantity.name());
         }
+    }
+}
+
+#[test]
+fn the_short_form_fits_any_terminal() {
+    let report = report();
+    for width in [60, 80, 132] {
+        for full in [false, true] {
+            let text = text(&report, full, Some(width));
+            let wide = text.lines().find(|line| line.chars().count() > usize::from(width));
+            assert_eq!(wide, None, "{full}");
+        }
+    }
+    let short = text(&report, false, Some(100));
+    assert!(
+        short.contains("Least memory") && short.contains("Driver time") && short.contains("All workloads"),
+        "{short}"
+    );
+    assert!(short.contains("Moving against copying on host: remapping is faster"), "{short}");
+}
+
+#[test]
+fn only_the_best_is_marked_and_half_runs_are_in_brackets() {
+    let report = report();
+    for (_, group) in report.by_workload() {
+        let driver =
+            group.iter().filter_map(|measured| Quantity::Driver.of(&measured.row)).fold(f64::INFINITY, f64::min);
+        for measured in &group {
+            let (row, cells) = (&measured.row, terminal::cells(&measured.row, &group));
+            let same = format!("{:.1}", row.limited.driver_ms) == format!("{driver:.1}");
+            assert_eq!(cells[6].ends_with('*'), row.limited.completed && same, "{cells:?}");
+            assert_eq!(cells[6].starts_with('('), !row.limited.completed, "{cells:?}");
+            assert_eq!(cells[1] == "–", row.allocator == HOST, "only it is not searched: {cells:?}");
+        }
+    }
+}
+
+#[test]
+fn a_verified_replay_that_stops_says_so() {
+    let workload = Workload::from_trace(Trace::from_bytes("t", GAPS.as_bytes()).unwrap());
+    let measured = run(&options(vec![workload], &[HOST], 64 * MIB), &Told::default()).unwrap();
+    let said = terminal::result(&measured[0].row);
+    assert!(said.starts_with("stopped at the first refusal, at 33 %"), "{said}");
+}
+
+#[test]
+fn columns_without_values_are_left_out() {
+    let mut table = Table::new("t", "", &["name", "none", "some"]);
+    table.row(["a", "–", "–"].map(str::to_owned));
+    table.row(["b", "–", "2 of 3"].map(str::to_owned));
+    assert!(table.is_numeric(2) && !table.is_numeric(0));
+    let table = table.without_empty_columns();
+    assert_eq!(
+        (table.headings, &table.rows[1][..]),
+        (vec!["name".into(), "some".into()], &["b".into(), "2 of 3".into()][..])
+    );
+    let mut none = Table::new("t", "", &["name", "none"]);
+    none.row(["a", "–"].map(str::to_owned));
+    assert!(none.without_empty_columns().rows.is_empty());
+}
+
+#[test]
+fn the_peer_has_a_line_wherever_it_is_ahead_and_causes_are_those_of_the_figures() {
+    let trace = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("traces/llama_tiny_snapshot.pickle.xz");
+    let workload = Workload::from_trace(Trace::load(&trace).unwrap());
+    let limit = workload.trace.peak_requested() / 100 * 102;
+    let mut options = options(vec![workload], &["xseg", "torch-expandable", "cuda-malloc", "slab", "vpmm"], limit);
+    options.least = crate::suite::Least::No;
+    let measured = run(&options, &Told::default()).unwrap();
+    let report = Report { measured, moving: Vec::new(), tables: Vec::new(), ..report() };
+    let table = not_best::table(&report);
+    let rows = report.rows();
+    let row = |name: &str| *rows.iter().find(|row| row.allocator == name).unwrap();
+    let (own, peer) = (row("xseg"), row("torch-expandable"));
+    let line =
+        |quantity: Quantity, by: &str| table.rows.iter().find(|line| line[1] == quantity.name() && line[4] == by);
+    for quantity in Quantity::ALL {
+        let ahead = quantity
+            .of(own)
+            .zip(quantity.of(peer))
+            .is_some_and(|(own_value, theirs)| quantity.is_behind(own, own_value, theirs));
+        assert_eq!(line(quantity, "torch-expandable").is_some(), ahead, "{}", quantity.name());
+    }
+    let driver = &line(Quantity::Driver, "torch-expandable").unwrap()[7];
+    let created = [own, peer].map(|row| row.limited.driver_calls.create);
+    assert!(
+        driver.starts_with(&format!("makes smaller handles: {} creates against {};", created[0], created[1])),
+        "{driver}"
+    );
+    // The best in stalls never waits when it allocates, and its calls are no growth of handles.
+    let stall = &line(Quantity::Stall, "cuda-malloc").unwrap()[7];
+    let longest = [own, row("cuda-malloc")].map(|row| row.limited.longest_stall.unwrap());
+    assert!(longest.iter().all(|stall| stall.waited_ns == 0), "{longest:?}");
+    assert!(
+        !stall.contains("wait") && stall.contains(&format!("took {} µs in the driver", longest[0].driver_ns / 1000)),
+        "{stall}"
+    );
+    let (_, theirs) = stall.split_once("; cuda-malloc: ").unwrap();
+    assert!(theirs.contains("more was taken") && !theirs.contains("handle"), "{stall}");
+    // The longest stall is the one that the quantiles end with.
+    for row in &rows {
+        let (longest, stall) = (row.limited.longest_stall.unwrap(), row.limited.stall_us.unwrap());
+        assert!(((longest.waited_ns + longest.driver_ns) as f64 / 1e3 - stall.max).abs() < 1e-6, "{}", row.allocator);
     }
 }
 

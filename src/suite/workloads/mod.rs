@@ -11,7 +11,7 @@ mod tests;
 mod training;
 
 use crate::trace::Trace;
-use crate::units::{GIB, GRANULE, MIB, round_down};
+use crate::units::{GIB, GRANULE, MIB, counted, round_down};
 use script::Script;
 use serde::Serialize;
 
@@ -207,7 +207,11 @@ impl Entry {
 impl Workload {
     /// A workload from a trace that was read.
     pub(crate) fn from_trace(trace: Trace) -> Self {
-        let about = format!("{} events on {} streams", trace.events.len(), trace.streams.len());
+        let about = format!(
+            "{} on {}",
+            counted(trace.events.len() as u64, "event"),
+            counted(trace.streams.len() as u64, "stream")
+        );
         Self { origin: Origin::File, about, trace, limit: None }
     }
 
