@@ -66,6 +66,18 @@ typedef enum xseg_mapping_change {
   XSEG_KEPT = 2,
 } xseg_mapping_change;
 
+// What a range of mapped addresses is.
+typedef enum xseg_region_state {
+  // A block of the client.
+  XSEG_LIVE = 0,
+  // Free memory.
+  XSEG_FREE = 1,
+  // Freed, waiting for the streams that it was declared used on.
+  XSEG_PENDING = 2,
+  // Still mapped, but its memory was given to another address.
+  XSEG_ZOMBIE = 3,
+} xseg_region_state;
+
 // Called without any lock before an out-of-memory error, with the bytes asked for. It may free blocks, and returns
 // other than 0 if it did; the request is then tried again. It must not unwind.
 typedef int32_t (*xseg_out_of_memory_callback)(uint64_t bytes, void *user);
@@ -112,6 +124,24 @@ typedef struct xseg_heap_options {
   // Passed to `mapping`.
   void *mapping_user;
 } xseg_heap_options;
+
+// One range of mapped addresses.
+typedef struct xseg_region {
+  // First address.
+  void *address;
+  // Length in bytes.
+  uint64_t bytes;
+  // Bytes that the client asked for; 0 where it has nothing.
+  uint64_t requested;
+  // The stream that it was allocated on, or freed by; null also where any may have it.
+  xseg_stream stream;
+  // The capture pool that it belongs to; zeros: none.
+  struct xseg_pool pool;
+  // What it is.
+  enum xseg_region_state state;
+  // Other than 0: memory for small blocks.
+  uint32_t small;
+} xseg_region;
 
 // What a heap did and holds. Sizes in bytes. Exact when no other thread is at work on the heap. Later versions add
 // fields at the end.
@@ -285,6 +315,21 @@ enum xseg_status xseg_device_record_use(const void *block, xseg_stream stream);
 // The places are null or valid for writing.
 enum xseg_status xseg_device_totals(int device, uint64_t *allocated, uint64_t *requested);
 
+// The device whose heap a block is of, the bytes that were asked for, and those that it takes up; each place may be null.
+//
+// What the caller promises:
+// The places are null or valid for writing.
+enum xseg_status xseg_device_block(const void *block,
+                                   int *device,
+                                   uint64_t *requested,
+                                   uint64_t *size);
+
+// From now on `callback` is told of every mapping of the devices' heaps, for as long as the process lives.
+//
+// What the caller promises:
+// Any thread may call `callback` with `user` from now on; what it may do is said at `xseg_mapping_callback`.
+enum xseg_status xseg_device_watch(xseg_mapping_callback callback, void *user);
+
 // Ends a heap: waits for the device, releases all of its memory, live blocks too, and makes the handle stale.
 // Calls on other threads that are under way fail with [`XSEG_SHUT_DOWN`](xseg_status::XSEG_SHUT_DOWN).
 enum xseg_status xseg_heap_destroy(xseg_heap *handle);
@@ -400,6 +445,16 @@ enum xseg_status xseg_pin(xseg_heap *heap, const void *address, uint64_t bytes);
 // What the caller promises:
 // Nothing outside relies on the range any more.
 enum xseg_status xseg_unpin(xseg_heap *heap, const void *address, uint64_t bytes);
+
+// Lists all mapped ranges by address. `count` gets how many there are; the first `capacity` of them are written to `regions`,
+// which may be null where `capacity` is 0.
+//
+// What the caller promises:
+// `regions` is valid for writing `capacity` of them; `count` is null or valid for writing.
+enum xseg_status xseg_regions(xseg_heap *handle,
+                              struct xseg_region *regions,
+                              size_t capacity,
+                              size_t *count);
 
 // Fills `statistics`, as far as both the program and the library know its fields.
 //

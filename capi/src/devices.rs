@@ -3,14 +3,16 @@
 //! A heap that is torn down while the process ends would unmap memory under tensors that are still there; the
 //! driver takes everything back by itself.
 
+use crate::callbacks::{mapping, xseg_mapping_callback};
 use crate::handles::{enter, xseg_heap};
 use crate::heap::{place, put};
 use crate::status::{Failure, guard, xseg_status};
 use crate::{stream_id, xseg_stream};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Once, OnceLock};
+use std::sync::{Arc, Once, OnceLock};
+use xseg::backend::{MappingCallback, MappingEvent};
 use xseg::config::BackendChoice;
 use xseg::{Config, Error, Heap};
 
@@ -46,6 +48,9 @@ fn forked() -> Result<(), Failure> {
     Ok(())
 }
 
+/// Told of the mappings of all device heaps.
+static WATCHERS: RwLock<Vec<MappingCallback>> = RwLock::new(Vec::new());
+
 /// The policy of a device's heap: that of the environment, on this device.
 fn config(device: u32) -> Result<Config, Error> {
     let mut config = Config::from_env()?;
@@ -76,7 +81,15 @@ pub(crate) fn device(number: c_int) -> Result<&'static Device, Failure> {
     if let Some(device) = place.get() {
         return Ok(device);
     }
-    let heap = Heap::builder().config(config(number as u32)?).build()?;
+    let told: MappingCallback = Arc::new(move |event| {
+        let mut event: MappingEvent = *event;
+        // On host memory the backend does not know for which device it stands.
+        event.device = number as u32;
+        for tell in WATCHERS.read().iter() {
+            tell(&event);
+        }
+    });
+    let heap = Heap::builder().config(config(number as u32)?).on_mapping(told).build()?;
     static WATCH: Once = Once::new();
     WATCH.call_once(|| {
         // SAFETY: the function only stores to an atomic, which is allowed after a fork.
@@ -198,6 +211,47 @@ pub unsafe extern "C" fn xseg_device_totals(device: c_int, allocated: *mut u64, 
         unsafe { put(allocated, found.map_or(0, |device| device.bytes_allocated.load(Relaxed))) };
         // SAFETY: the caller's.
         unsafe { put(requested, found.map_or(0, |device| device.bytes_requested.load(Relaxed))) };
+        Ok(())
+    })
+}
+
+/// The device whose heap a block is of, the bytes that were asked for, and those that it takes up; each place may be null.
+///
+/// # Safety
+/// The places are null or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xseg_device_block(
+    block: *const c_void,
+    device: *mut c_int,
+    requested: *mut u64,
+    size: *mut u64,
+) -> xseg_status {
+    guard(|| {
+        let address = block.addr() as u64;
+        let found = devices().find_map(|(number, device)| Some((number, device.heap.block_size(address).ok()?)));
+        let Some((number, sizes)) = found else {
+            let why = format!("{address:#x} is no live block of a device's heap");
+            return Err(Failure { status: xseg_status::XSEG_INVALID_POINTER, why });
+        };
+        // SAFETY: the caller's.
+        unsafe { put(device, number as c_int) };
+        // SAFETY: the caller's.
+        unsafe { put(requested, sizes.0) };
+        // SAFETY: the caller's.
+        unsafe { put(size, sizes.1) };
+        Ok(())
+    })
+}
+
+/// From now on `callback` is told of every mapping of the devices' heaps, for as long as the process lives.
+///
+/// # Safety
+/// Any thread may call `callback` with `user` from now on; what it may do is said at `xseg_mapping_callback`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xseg_device_watch(callback: xseg_mapping_callback, user: *mut c_void) -> xseg_status {
+    guard(|| {
+        let told = mapping(callback, user).ok_or_else(|| Failure::argument("`callback` is a null pointer"))?;
+        WATCHERS.write().push(told);
         Ok(())
     })
 }

@@ -142,6 +142,54 @@ impl From<&Stats> for xseg_statistics {
     }
 }
 
+/// The same by name, for bindings in other languages.
+#[must_use]
+pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 40] {
+    let filled = xseg_statistics::from(stats);
+    [
+        ("allocated", filled.allocated),
+        ("requested", filled.requested),
+        ("reserved", filled.reserved),
+        ("peak_allocated", filled.peak_allocated),
+        ("peak_requested", filled.peak_requested),
+        ("peak_reserved", filled.peak_reserved),
+        ("limit", filled.limit),
+        ("live_blocks", filled.live_blocks),
+        ("free", filled.free),
+        ("largest_free", filled.largest_free),
+        ("partly_live_granules", filled.partly_live_granules),
+        ("pinned_by_small", filled.pinned_by_small),
+        ("pending", filled.pending),
+        ("zombie", filled.zombie),
+        ("pinned", filled.pinned),
+        ("capture_pools", filled.capture_pools),
+        ("captured", filled.captured),
+        ("allocs", filled.allocs),
+        ("frees", filled.frees),
+        ("slow_allocs", filled.slow_allocs),
+        ("ooms", filled.ooms),
+        ("host_waits", filled.host_waits),
+        ("gpu_waits", filled.gpu_waits),
+        ("handles_moved", filled.handles_moved),
+        ("bytes_moved", filled.bytes_moved),
+        ("handles_joined", filled.handles_joined),
+        ("handles_rechunked", filled.handles_rechunked),
+        ("bytes_rechunked", filled.bytes_rechunked),
+        ("handles_trimmed", filled.handles_trimmed),
+        ("bytes_trimmed", filled.bytes_trimmed),
+        ("bytes_created", filled.bytes_created),
+        ("bytes_copied", filled.bytes_copied),
+        ("calls_create", filled.calls_create),
+        ("calls_map", filled.calls_map),
+        ("calls_set_access", filled.calls_set_access),
+        ("calls_unmap", filled.calls_unmap),
+        ("calls_release", filled.calls_release),
+        ("calls_reserve", filled.calls_reserve),
+        ("driver_nanos", filled.driver_nanos),
+        ("metadata_bytes", filled.metadata_bytes),
+    ]
+}
+
 /// Fills `statistics`, as far as both the program and the library know its fields.
 ///
 /// # Safety

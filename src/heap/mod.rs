@@ -7,6 +7,7 @@ mod execute;
 mod export;
 mod inner;
 mod ladder;
+mod layout;
 mod pools;
 mod report;
 mod shrink;
@@ -15,6 +16,7 @@ mod stats;
 mod streams;
 
 pub use captures::{PoolId, StreamFilter};
+pub use layout::{Region, RegionState};
 pub use stats::Stats;
 
 use crate::backend::driver::Driver;
@@ -332,6 +334,13 @@ impl Heap {
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.inner.stats()
+    }
+
+    /// All mapped ranges, by address: a picture of memory. Exact at rest; frees and hits of the cache on other
+    /// threads go on meanwhile. Takes time in proportion to the blocks.
+    #[must_use]
+    pub fn layout(&self) -> Vec<Region> {
+        self.inner.layout()
     }
 
     /// Sets the peaks to the present values.

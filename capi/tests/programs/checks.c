@@ -139,6 +139,32 @@ static void statistics(void) {
   CHECK(xseg_heap_destroy(heap) == XSEG_OK);
 }
 
+static void regions(void) {
+  xseg_heap *heap = NULL;
+  void *first = NULL, *second = NULL;
+  xseg_region found[16];
+  size_t count = 0;
+  uint64_t live = 0, mapped_bytes = 0;
+  xseg_pool pool = {3, 4};
+  xseg_statistics statistics = {.size = sizeof statistics};
+  CHECK(xseg_heap_from_conf("backend:host,limit:64MiB", &heap) == XSEG_OK);
+  CHECK(xseg_alloc(heap, 5 * MIB - 100, stream, &first) == XSEG_OK);
+  CHECK(xseg_begin_capture(heap, pool, NULL, NULL) == XSEG_OK);
+  CHECK(xseg_alloc(heap, 700, stream, &second) == XSEG_OK && xseg_end_capture(heap, pool) == XSEG_OK);
+  CHECK(xseg_regions(heap, NULL, 1, &count) == XSEG_INVALID_ARGUMENT && xseg_regions(heap, found, 16, NULL) == XSEG_INVALID_ARGUMENT);
+  CHECK(xseg_regions(heap, NULL, 0, &count) == XSEG_OK && count >= 4 && count <= 16);
+  CHECK(xseg_regions(heap, found, 16, &count) == XSEG_OK);
+  for (size_t i = 0; i < count; i++) {
+    mapped_bytes += found[i].bytes;
+    CHECK(i == 0 || (char *)found[i - 1].address + found[i - 1].bytes <= (char *)found[i].address);
+    if (found[i].address == first) CHECK(found[i].state == XSEG_LIVE && found[i].requested == 5 * MIB - 100 && !found[i].small && found[i].pool.first == 0);
+    if (found[i].address == second) CHECK(found[i].state == XSEG_LIVE && found[i].bytes == 1024 && found[i].small && found[i].pool.second == 4);
+    if (found[i].state == XSEG_LIVE) live += found[i].bytes;
+  }
+  CHECK(xseg_stats(heap, &statistics) == XSEG_OK && live == statistics.allocated && mapped_bytes == statistics.reserved);
+  CHECK(xseg_heap_destroy(heap) == XSEG_OK);
+}
+
 static int32_t all_streams(xseg_stream asked, void *user) {
   (void)asked;
   ++*(int *)user;
@@ -179,7 +205,14 @@ static void *elsewhere(void *unused) {
 }
 
 /* Device heaps: XSEG_CONF says backend:host, which stands for each device here. */
+static uint64_t told_of;
+static void device_watch(const xseg_mapping_event *event, void *user) {
+  if (event->device == *(uint32_t *)user && event->change == XSEG_MAPPED) told_of += event->bytes;
+}
+
 static void devices(void) {
+  uint32_t second = 1;
+  int number = 9;
   xseg_heap *heap = NULL;
   void *block = NULL, *other = NULL;
   uint64_t allocated = 0, requested = 0;
@@ -188,9 +221,14 @@ static void devices(void) {
   int asked = 0;
   CHECK(xseg_device_free(&heap) == XSEG_INVALID_ARGUMENT);
   CHECK(xseg_device_heap(-1, &heap) == XSEG_INVALID_ARGUMENT && xseg_device_heap(64, &heap) == XSEG_INVALID_ARGUMENT);
-  CHECK(xseg_device_alloc(0, 1000, stream, &block) == XSEG_OK);
+  CHECK(xseg_device_watch(NULL, NULL) == XSEG_INVALID_ARGUMENT);
+  CHECK(xseg_device_watch(device_watch, &second) == XSEG_OK);
+  CHECK(xseg_device_alloc(0, 1000, stream, &block) == XSEG_OK && told_of == 0);
   CHECK(xseg_device_heap(1, &heap) == XSEG_OK && xseg_heap_destroy(heap) == XSEG_INVALID_ARGUMENT);
-  CHECK(xseg_alloc(heap, 1000, stream, &other) == XSEG_OK);
+  CHECK(xseg_alloc(heap, 1000, stream, &other) == XSEG_OK && told_of >= 2 * MIB);
+  CHECK(xseg_device_block(other, &number, &requested, &allocated) == XSEG_OK);
+  CHECK(number == 1 && requested == 1000 && allocated == 1024);
+  CHECK(xseg_device_block(&number, NULL, NULL, NULL) == XSEG_INVALID_POINTER);
   CHECK(xseg_device_totals(0, &allocated, &requested) == XSEG_OK && allocated == 1024 && requested == 1000);
   CHECK(xseg_device_free(block) == XSEG_OK && xseg_device_free(other) == XSEG_OK);
   CHECK(xseg_device_free(other) == XSEG_INVALID_POINTER && xseg_device_free(&heap) == XSEG_INVALID_POINTER);
@@ -225,6 +263,7 @@ int main(void) {
   blocks();
   statistics();
   captures();
+  regions();
   devices();
   CHECK(pthread_create(&thread, NULL, elsewhere, NULL) == 0 && pthread_join(thread, NULL) == 0);
   return wrong;
