@@ -19,8 +19,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -219,7 +220,16 @@ def child(args: argparse.Namespace) -> None:
     if args.allocator == "xseg":
         import xseg
 
-        names = ("host_waits", "gpu_waits", "handles_moved", "bytes_moved", "handles_rechunked", "driver_nanos", "slow_allocs", "allocs")
+        names = (
+            "host_waits",
+            "gpu_waits",
+            "handles_moved",
+            "bytes_moved",
+            "handles_rechunked",
+            "driver_nanos",
+            "slow_allocs",
+            "allocs",
+        )
         line.update({name: xseg.stats()[name] for name in names})
     line["losses"] = [value.item().hex() for value in losses[: args.losses]]
     print(json.dumps(line), flush=True)
@@ -240,7 +250,13 @@ def launch(args: argparse.Namespace, run: str, allocator: str, limit: int = 0, s
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout)
     except subprocess.TimeoutExpired:
-        return {"run": run, "allocator": allocator, "limit": limit, "completed": False, "error": f"no end in {args.timeout} s"}
+        return {
+            "run": run,
+            "allocator": allocator,
+            "limit": limit,
+            "completed": False,
+            "error": f"no end in {args.timeout} s",
+        }
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
         return {"run": run, "allocator": allocator, "limit": limit, "completed": False, "error": done.stderr[-800:]}
@@ -258,7 +274,13 @@ def least(args: argparse.Namespace, run: str, allocator: str, peak: int) -> Iter
         line["factor"] = round(factor, 4)
         yield line
         low, high = (low, factor) if line["completed"] else (factor, high)
-    yield {"run": run, "allocator": allocator, "least_factor": round(high, 4), "least": int(peak * high), "peak_requested": peak}
+    yield {
+        "run": run,
+        "allocator": allocator,
+        "least_factor": round(high, 4),
+        "least": int(peak * high),
+        "peak_requested": peak,
+    }
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ import gc
 import threading
 
 import pytest
-
 import xseg
 
 MIB = 1 << 20

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 import xseg
 from xseg import _build, _native
 
@@ -52,7 +51,7 @@ def test_everything_public_is_documented_and_typed() -> None:
 
 
 def test_the_switch_needs_no_torch() -> None:
-    code = "import sys, xseg; print(xseg.install(), xseg.installed(), 'torch' in sys.modules)"
+    code = "import sys, xseg; print(xseg.install('limit:4G'), xseg.installed(), 'torch' in sys.modules)"
     done = run("-c", code, XSEG_CONF=" off ")
     assert done.stdout.split() == ["off", "off", "False"], done.stderr
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-
 from xseg import _build
 
 if importlib.util.find_spec("torch") is None:
@@ -117,8 +116,29 @@ except RuntimeError as error:
         )
 
 
-def test_what_does_not_compile_is_explained(modes: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_what_does_not_compile_is_explained(
+    modes: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
     monkeypatch.setenv("XSEG_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(_build.BuildError, match="does not compile against PyTorch"):
         _build.torch_part()
+
+
+def test_without_a_compiler_install_warns_and_goes_on(modes: list[str]) -> None:
+    code = """
+import warnings
+import xseg
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    assert xseg.install() == "plain" == xseg.installed()
+assert any("install g++" in str(one.message) for one in told), told
+try:
+    xseg.install()
+    raise SystemExit("no error")
+except RuntimeError as error:
+    assert "already" in str(error)
+"""
+    env = {**os.environ, "CXX": "no-such-compiler", "XSEG_CONF": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -57,7 +57,9 @@ def model_and_data(torch: Any) -> Any:
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.1, batch_first=True)
-    model = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.nn.Linear(512, 512)).cuda()
+    model = torch.nn.Sequential(
+        torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.nn.Linear(512, 512)
+    ).cuda()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
@@ -84,7 +86,11 @@ def training(steps: int = 30) -> list[str]:
 def other_process(name: str, **env: str) -> Any:
     """The result of a function of this file in a new process."""
     run = subprocess.run(
-        [sys.executable, __file__, "--call", name], env={**os.environ, **env}, capture_output=True, text=True, timeout=LIMIT_S
+        [sys.executable, __file__, "--call", name],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     assert run.returncode == 0, f"{name}: exit status {run.returncode}: {run.stderr[-600:]}"
     return json.loads(run.stdout.splitlines()[-1])
@@ -120,7 +126,6 @@ def install_errors() -> Any:
 
 def install_too_late() -> Any:
     import torch
-
     import xseg
 
     torch.ones(1, device="cuda")
@@ -146,7 +151,6 @@ def kill_switch() -> Any:
 
 def without() -> Any:
     import torch
-
     import xseg
 
     found = xseg.install()
@@ -314,7 +318,13 @@ def no_leak() -> Any:
         step(torch, model, optimizer, at % 20)
         if at in (39, 199):
             torch.cuda.synchronize()
-            figures.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.memory_stats()["allocation.all.current"]))
+            figures.append(
+                (
+                    torch.cuda.memory_allocated(),
+                    torch.cuda.memory_reserved(),
+                    torch.cuda.memory_stats()["allocation.all.current"],
+                )
+            )
     assert figures[0] == figures[1], figures
     return figures[1]
 
@@ -354,7 +364,9 @@ def workers() -> Any:
     alive = torch.ones(1000, device="cuda")
     sums = []
     for kind in ("fork", "spawn"):
-        loader = torch.utils.data.DataLoader(Rows(), batch_size=8, num_workers=2, pin_memory=True, multiprocessing_context=kind)
+        loader = torch.utils.data.DataLoader(
+            Rows(), batch_size=8, num_workers=2, pin_memory=True, multiprocessing_context=kind
+        )
         sums.append(sum(batch.cuda(non_blocking=True).sum().item() for batch in loader))
     assert sums == [16 * sum(range(64))] * 2, sums
     assert alive.sum().item() == 1000
@@ -410,7 +422,9 @@ def snapshot() -> Any:
     torch.cuda.synchronize()
     found = torch.cuda.memory._snapshot()
     segments, trace = found["segments"], found["device_traces"][0]
-    live = sum(block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated")
+    live = sum(
+        block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"
+    )
     assert live == torch.cuda.memory_allocated(), (live, torch.cuda.memory_allocated())
     for segment in segments:
         assert segment["total_size"] == sum(block["size"] for block in segment["blocks"])
@@ -587,7 +601,13 @@ def main() -> int:
                 failed += run.returncode
             else:
                 failed += 1
-                shown = {"check": name, "mode": mode(), "ok": False, "status": run.returncode, "stderr": run.stderr[-1500:]}
+                shown = {
+                    "check": name,
+                    "mode": mode(),
+                    "ok": False,
+                    "status": run.returncode,
+                    "stderr": run.stderr[-1500:],
+                }
                 print(json.dumps(shown), flush=True)
         except subprocess.TimeoutExpired as error:
             failed += 1

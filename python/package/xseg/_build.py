@@ -40,7 +40,9 @@ def _compiler() -> str:
 
 def _cuda_include(site: Path) -> str:
     """A folder with cuda_runtime_api.h: of a toolkit, or of the packages that PyTorch itself needs."""
-    places = [os.path.join(home, "include") for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if home]
+    places = [
+        os.path.join(home, "include") for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if home
+    ]
     nvcc = shutil.which("nvcc")
     if nvcc:
         places.append(str(Path(nvcc).resolve().parent.parent / "include"))
@@ -74,7 +76,9 @@ def torch_part() -> str:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BuildError(f"the cache folder cannot be made: {error}; set XSEG_CACHE to one that can be written") from None
+        raise BuildError(
+            f"the cache folder cannot be made: {error}; set XSEG_CACHE to one that can be written"
+        ) from None
     done = folder / f"torch_part-{key}.so"
     if done.exists():
         return str(done)
@@ -82,7 +86,18 @@ def torch_part() -> str:
     with tempfile.TemporaryDirectory(dir=folder) as work:
         Path(work, "xseg.h").write_text(_native.header())
         out = Path(work, "part.so")
-        command = [compiler, *flags, f"-I{work}", "-isystem", cuda, str(_SOURCE), str(native), "-o", str(out), *libraries]
+        command = [
+            compiler,
+            *flags,
+            f"-I{work}",
+            "-isystem",
+            cuda,
+            str(_SOURCE),
+            str(native),
+            "-o",
+            str(out),
+            *libraries,
+        ]
         if os.environ.get("XSEG_VERBOSE"):
             print("xseg:", " ".join(command), file=sys.stderr)
         built = subprocess.run(command, capture_output=True, text=True)

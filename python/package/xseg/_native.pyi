@@ -3,7 +3,6 @@ from types import TracebackType
 from typing import Any, final
 
 __version__: str
-__file__: str
 STATISTICS: tuple[str, ...]
 
 class Error(RuntimeError): ...

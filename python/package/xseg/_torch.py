@@ -29,7 +29,7 @@ def install(conf: str | None = None, *, compile: bool | None = None) -> str:
     """Make PyTorch allocate GPU memory from xseg, in this process, from now on.
 
     Call it once, before the first use of CUDA. ``conf`` sets the policy, which the environment variable XSEG_CONF gives
-    otherwise; ``XSEG_CONF=off`` leaves PyTorch as it is.
+    otherwise; ``XSEG_CONF=off`` leaves PyTorch as it is, whatever ``conf`` says.
 
     ``compile`` says whether the C++ part is compiled against the installed PyTorch (a minute, once, then cached): True
     insists on it, False does without, None tries and falls back with a warning. Without it running out of memory is
@@ -42,23 +42,28 @@ def install(conf: str | None = None, *, compile: bool | None = None) -> str:
     global _mode
     if _mode is not None and _mode != "off":
         raise RuntimeError("xseg.install() was called already in this process; call it once")
-    wanted = os.environ.get("XSEG_CONF", "") if conf is None else conf
-    if wanted.strip() == "off":
+    environment = os.environ.get("XSEG_CONF", "")
+    wanted = environment if conf is None else conf
+    # The switch of the environment is stronger than what a program says.
+    if "off" in (environment.strip(), wanted.strip()):
         _mode = "off"
         return _mode
     shortest = _native.check_conf(wanted)
     for entry in shortest.split(","):
         if entry in ("backend:host", "backend:sim"):
-            raise _native.ConfigError(f"XSEG_CONF: `{entry}` is no GPU's memory, which PyTorch needs; leave `backend` out")
-    import torch
-
+            raise _native.ConfigError(
+                f"XSEG_CONF: `{entry}` is no GPU's memory, which PyTorch needs; leave `backend` out"
+            )
+    torch = _import_torch()
     if torch.version.cuda is None:
         raise RuntimeError(
             "this PyTorch was built without CUDA, so there is nothing for xseg to manage; "
             "install a CUDA build, or set XSEG_CONF=off to run without xseg"
         )
     if torch.cuda.is_initialized():
-        raise RuntimeError("CUDA was used before xseg.install(); call it right after the imports, before any tensor is on a GPU")
+        raise RuntimeError(
+            "CUDA was used before xseg.install(); call it right after the imports, before any tensor is on a GPU"
+        )
     if conf is not None:
         os.environ["XSEG_CONF"] = conf
     part = None
@@ -73,6 +78,14 @@ def install(conf: str | None = None, *, compile: bool | None = None) -> str:
     if "stats:on" in shortest.split(","):
         atexit.register(_print_stats)
     return _mode
+
+
+def _import_torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise RuntimeError(f"PyTorch cannot be imported, so there is nothing to install xseg into: {error}") from error
+    return torch
 
 
 def _c() -> ctypes.CDLL:
@@ -184,7 +197,8 @@ def _install_plain(torch: Any) -> str:
     def fraction(device: int) -> float:
         limit = ctypes.c_uint64()
         _check(_c().xseg_limit(_heap(device), ctypes.byref(limit)))
-        return limit.value / torch.cuda.get_device_properties(device).total_memory
+        total: int = torch.cuda.get_device_properties(device).total_memory
+        return limit.value / total
 
     torch._C._cuda_memoryStats = memory_stats
     torch._C._cuda_resetPeakMemoryStats = reset_peak

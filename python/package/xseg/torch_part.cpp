@@ -378,9 +378,21 @@ void report(void* block, int64_t bytes, int device) {
                                    c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)));
 }
 
+// Lets others that hold memory give some up, as PyTorch's own allocator does; says whether any did.
+bool others_freed() {
+  bool freed = false;
+  for (const auto& name : c10::FreeCudaMemoryCallbacksRegistry()->Keys()) {
+    freed |= c10::FreeCudaMemoryCallbacksRegistry()->Create(name)->Execute();
+  }
+  return freed;
+}
+
 void* take(size_t bytes, int device, cudaStream_t stream) {
   void* block = nullptr;
-  const auto status = xseg_device_alloc(device, bytes, stream, &block);
+  auto status = xseg_device_alloc(device, bytes, stream, &block);
+  if (C10_UNLIKELY(status == XSEG_OUT_OF_MEMORY) && others_freed()) {
+    status = xseg_device_alloc(device, bytes, stream, &block);
+  }
   if (C10_UNLIKELY(status != XSEG_OK)) {
     const std::string why = xseg_last_error();
     if (status == XSEG_OUT_OF_MEMORY) allocator()->tell_out_of_memory(device, bytes);
