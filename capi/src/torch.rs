@@ -27,7 +27,7 @@ pub unsafe extern "C-unwind" fn xseg_torch_alloc(bytes: usize, device: c_int, st
         Err(failure) => failure.why,
     };
     note(&why);
-    let text = format!("CUDA out of memory (xseg). {why}");
+    let text = format!("CUDA out of memory. xseg: {why}");
     drop(why);
     // SAFETY: the caller's; this frame is `C-unwind` and holds nothing but text.
     unsafe { throw::runtime_error(&text) };

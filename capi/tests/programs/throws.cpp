@@ -13,7 +13,7 @@ int main() {
       std::puts("nothing was thrown");
       return 1;
     } catch (const std::runtime_error& error) {
-      if (std::strstr(error.what(), "CUDA out of memory") == nullptr) return 2;
+      if (std::strstr(error.what(), "CUDA out of memory. ") == nullptr) return 2;
     }
     void* block = xseg_torch_alloc(std::size_t{60} << 20, 0, nullptr);
     if (block == nullptr) return 3;

@@ -320,6 +320,14 @@ class Allocator final : public CUDAPluggableAllocator {
     return static_cast<int>(uses);
   }
 
+  // The end of every pool sets this to false.
+  void setUseOnOOM(c10::DeviceIndex, MempoolId_t, bool wanted) override {
+    TORCH_CHECK(!wanted, "torch.cuda.MemPool(use_on_oom=True) does not work on xseg; leave it out");
+  }
+  void setNoSplit(c10::DeviceIndex, MempoolId_t) override {
+    TORCH_CHECK(false, "torch.cuda.MemPool(no_split=True) does not work on xseg; leave it out");
+  }
+
   std::shared_ptr<cca::AllocatorState> getCheckpointState(c10::DeviceIndex, MempoolId_t) override { no_trees(); }
   cca::CheckpointDelta setCheckpointPoolState(c10::DeviceIndex, std::shared_ptr<cca::AllocatorState>) override {
     no_trees();
