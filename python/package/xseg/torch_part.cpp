@@ -290,19 +290,37 @@ class Allocator final : public CUDAPluggableAllocator {
     std::lock_guard<std::mutex> lock(mutex_);
     observers_.push_back(std::move(observer));
   }
-  void attachAllocatorTraceTracker(cca::AllocatorTraceTracker) override {
-    TORCH_CHECK(false,
-                "xseg has no trace trackers; unset TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK, or run with XSEG_CONF=off");
+  // Told of mappings alone: there are no segments of another kind. NCCL's tracker, which registers those, has nothing to do.
+  void attachAllocatorTraceTracker(cca::AllocatorTraceTracker tracker) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    trackers_.push_back(std::move(tracker));
+    tracked_.store(true, std::memory_order_relaxed);
+  }
+  void tell_trackers(const TraceEntry& entry) {
+    if (!tracked_.load(std::memory_order_relaxed)) return;
+    std::vector<cca::AllocatorTraceTracker> told;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      told = trackers_;
+    }
+    for (const auto& tracker : told) {
+      try {
+        tracker(entry);
+      } catch (const std::exception& error) {
+        // No exception may pass through the library.
+        TORCH_WARN("xseg: a tracker of mappings failed: ", error.what());
+      }
+    }
   }
 
   void beginAllocateToPool(c10::DeviceIndex device, MempoolId_t pool, Filter filter) override {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(pools_mutex_);
     auto own = std::make_unique<Filter>(std::move(filter));
     check(xseg_device_begin_pool(device, {pool.first, pool.second}, &takes, own.get()), "open a pool");
     filters_[{device, pool}].push_back(std::move(own));
   }
   void endAllocateToPool(c10::DeviceIndex device, MempoolId_t pool) override {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(pools_mutex_);
     check(xseg_device_end_pool(device, {pool.first, pool.second}), "close a pool");
     auto& filters = filters_[{device, pool}];
     if (!filters.empty()) filters.pop_back();
@@ -371,8 +389,12 @@ class Allocator final : public CUDAPluggableAllocator {
                 "run with XSEG_CONF=off");
   }
 
+  // Never held while the heap is called, whose callbacks take it.
   std::mutex mutex_;
   std::vector<cca::OutOfMemoryObserver> observers_;
+  std::vector<cca::AllocatorTraceTracker> trackers_;
+  std::atomic<bool> tracked_{false};
+  std::mutex pools_mutex_;
   std::map<std::pair<int, MempoolId_t>, std::vector<std::unique_ptr<Filter>>> filters_;
   Figures since_[kDevices];
 };
@@ -508,14 +530,13 @@ cca::SnapshotInfo Allocator::snapshot(MempoolId_t pool, bool traces) {
   return found;
 }
 
-void mapping(int device, int change, void* address, size_t bytes) {
-  if (!history().on()) return;
-  const auto action = change == XSEG_UNMAPPING ? TraceEntry::SEGMENT_UNMAP : TraceEntry::SEGMENT_MAP;
-  history().note(action, device, reinterpret_cast<size_t>(address), bytes, nullptr);
-}
-
 void watch(const xseg_mapping_event* event, void*) {
-  mapping(static_cast<int>(event->device), event->change, event->address, event->bytes);
+  const auto action = event->change == XSEG_UNMAPPING ? TraceEntry::SEGMENT_UNMAP : TraceEntry::SEGMENT_MAP;
+  const auto device = static_cast<int>(event->device);
+  const auto address = reinterpret_cast<size_t>(event->address);
+  if (history().on()) history().note(action, device, address, event->bytes, nullptr);
+  allocator()->tell_trackers(TraceEntry(action, static_cast<c10::DeviceIndex>(device), address, event->bytes, nullptr,
+                                        MempoolId_t{0, 0}, c10::getApproximateTime()));
 }
 
 }  // namespace
