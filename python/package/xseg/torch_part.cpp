@@ -252,7 +252,7 @@ class Allocator final : public CUDAPluggableAllocator {
   DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     const auto found = figures(device);
     const auto& now = found.now;
-    const auto& since = since_[device];
+    const auto since = baseline(device);
     DeviceStats stats;
     const auto allocs = now.allocs - since.now.allocs, frees = now.frees - since.now.frees;
     const auto made = now.calls_create - since.now.calls_create, gone = now.calls_release - since.now.calls_release;
@@ -274,7 +274,11 @@ class Allocator final : public CUDAPluggableAllocator {
     stats.max_split_size = -1;
     return stats;
   }
-  void resetAccumulatedStats(c10::DeviceIndex device) override { since_[device] = figures(device); }
+  void resetAccumulatedStats(c10::DeviceIndex device) override {
+    const auto now = figures(device);
+    std::lock_guard<std::mutex> lock(mutex_);
+    since_[device] = now;
+  }
   void resetPeakStats(c10::DeviceIndex device) override {
     if (used(device)) check(xseg_reset_peaks(heap_of(device)), "reset the peaks");
   }
@@ -378,6 +382,12 @@ class Allocator final : public CUDAPluggableAllocator {
   }
 
  private:
+  // What counting began with.
+  Figures baseline(int device) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return since_[device];
+  }
+
   [[noreturn]] static void no_trees() {
     TORCH_CHECK(false,
                 "xseg has no checkpoints of pools, which torch.compile(mode=\"reduce-overhead\") needs for its graph trees; "
