@@ -172,7 +172,8 @@ fn on_gpu(_: &Arguments, _: Config, _: u32, _: &Plan, _: &mut dyn Write) -> Resu
 fn heap_for(arguments: &Arguments, mut config: Config, peak: u64, out: &mut dyn Write) -> Result<Heap> {
     match arguments.limit.as_deref().map(|limit| (limit, limit.strip_suffix('x'))) {
         Some((limit, Some(factor))) => {
-            let factor: f64 = factor.parse().map_err(|_| format!("--limit {limit}: write a factor such as 1.05x"))?;
+            let factor = factor.parse().ok().filter(|factor| (0.0..1e6).contains(factor));
+            let factor: f64 = factor.ok_or_else(|| format!("--limit {limit}: write a factor such as 1.05x"))?;
             config.limit = Some(SizeOrShare::Bytes((peak as f64 * factor) as u64));
         }
         Some((limit, None)) => config.apply(&format!("limit:{limit}"))?,

@@ -226,6 +226,18 @@ typedef struct xseg_statistics {
   uint64_t calls_reserve;
   // Time in driver calls in nanoseconds: modelled on `sim` and `host`, measured on `cuda`.
   uint64_t driver_nanos;
+  // Of it: in calls that count in `calls_create`.
+  uint64_t nanos_create;
+  // Of it: in calls that count in `calls_map`.
+  uint64_t nanos_map;
+  // Of it: in calls that count in `calls_set_access`.
+  uint64_t nanos_set_access;
+  // Of it: in calls that count in `calls_unmap`.
+  uint64_t nanos_unmap;
+  // Of it: in calls that count in `calls_release`.
+  uint64_t nanos_release;
+  // Of it: in calls that count in `calls_reserve`.
+  uint64_t nanos_reserve;
   // Host memory that the heap's tables hold, without untouched pages.
   uint64_t metadata_bytes;
 } xseg_statistics;

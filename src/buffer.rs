@@ -1,4 +1,4 @@
-//! [`DeviceBuffer`]: memory of a heap that `cudarc` takes wherever it takes a `CudaSlice`.
+//! [`DeviceBuffer`]: memory of a heap that `cudarc` takes where it takes a `CudaSlice` by its traits.
 
 use crate::backend::{BackendKind, StreamId};
 use crate::error::{DriverCall, DriverError, Error, Result};
@@ -12,6 +12,20 @@ use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
 
 /// `len` elements of device memory, allocated for one stream and freed on it when dropped.
+///
+/// ```no_run
+/// use xseg::{DeviceBuffer, Heap};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let heap = Heap::builder().conf("backend:cuda=0")?.build()?;
+/// // The same device; opened after the heap, which says clearly where there is no driver.
+/// let stream = cudarc::driver::CudaContext::new(0)?.new_stream()?;
+/// let mut buffer = DeviceBuffer::<f32>::zeros(&heap, &stream, 1024)?;
+/// stream.memcpy_htod(&[1.0f32; 1024], &mut buffer)?;
+/// assert_eq!(stream.clone_dtoh(&buffer)?[7], 1.0);
+/// # Ok(())
+/// # }
+/// ```
 ///
 /// Copies, cuBLAS and everything else that takes `cudarc`'s [`DevicePtr`] or [`DevicePtrMut`] take it.
 /// As with `cudarc`'s own buffers, use through these traits on *another* stream is ordered after the
@@ -46,8 +60,8 @@ impl<T: DeviceRepr> DeviceBuffer<T> {
     /// resort (see [`Heap::alloc`]).
     ///
     /// # Errors
-    /// As [`Heap::alloc`]; [`Error::InvalidArgument`] for a heap that is not on the `cuda` backend, or
-    /// when the size in bytes overflows.
+    /// As [`Heap::alloc`]; [`Error::InvalidArgument`] for a heap that is not on the `cuda` backend or not on the
+    /// stream's device, when the size in bytes overflows, or for elements aligned to more than 2 MiB.
     ///
     /// # Safety
     /// Nothing reads an element before it was written.
@@ -55,9 +69,15 @@ impl<T: DeviceRepr> DeviceBuffer<T> {
         if heap.backend().kind() != BackendKind::Cuda {
             return Err(Error::InvalidArgument("a DeviceBuffer needs a heap on the cuda backend".into()));
         }
+        let (of_heap, of_stream) = (heap.backend().device(), stream.context().ordinal());
+        if usize::try_from(of_heap) != Ok(of_stream) {
+            let why =
+                format!("the heap is on device {of_heap} and the stream on device {of_stream}; give one of the heap's");
+            return Err(Error::InvalidArgument(why));
+        }
         let bytes = len.checked_mul(size_of::<T>()).and_then(|bytes| u64::try_from(bytes).ok());
         let bytes = bytes.ok_or_else(|| Error::InvalidArgument(format!("{len} elements exceed all memory")))?;
-        let allocation = heap.alloc(bytes, id(stream))?;
+        let allocation = heap.alloc_aligned(bytes, align_of::<T>() as u64, id(stream))?;
         let address = allocation.address();
         let stream = stream.clone();
         Ok(Self { allocation, address, len, stream, elsewhere: OnceLock::new(), elements: PhantomData })
@@ -139,11 +159,11 @@ impl<T> DeviceBuffer<T> {
     fn ordered<'a>(&'a self, stream: &'a CudaStream) -> SyncOnDrop<'a> {
         let context = stream.context();
         let foreign = id(stream) != id(&self.stream);
-        if foreign && let Err(error) = self.allocation.record_use(id(stream)) {
-            tracing::error!(%error, "the heap was not told of a use on another stream");
-        }
+        let told = !foreign || self.allocation.record_use(id(stream)).is_ok();
+        // Of a use that the heap knows nothing of, the host waits for the end.
+        let unordered = if told { SyncOnDrop::Record(None) } else { SyncOnDrop::Sync(Some(stream)) };
         if !context.is_managing_stream_synchronization() {
-            return SyncOnDrop::Record(None);
+            return unordered;
         }
         if let Some(event) = self.elsewhere.get() {
             context.record_err(stream.wait(event));
@@ -152,6 +172,9 @@ impl<T> DeviceBuffer<T> {
             return SyncOnDrop::Record(None);
         }
         context.record_err(stream.join(&self.stream));
+        if !told {
+            return unordered;
+        }
         if self.elsewhere.get().is_none() {
             match context.new_event(None) {
                 // A second thread's may have come first: then that one is used.

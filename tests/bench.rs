@@ -154,3 +154,66 @@ fn where_there_is_a_driver_it_is_measured() {
     );
     assert_eq!(found["moving"].as_array().unwrap().len(), 1);
 }
+
+/// Rows, headings and links go by the name.
+#[test]
+fn traces_of_one_name_are_told_apart() {
+    let folder = tempfile::tempdir().unwrap();
+    let paths = ["one", "two"].map(|name| {
+        std::fs::create_dir(folder.path().join(name)).unwrap();
+        let path = folder.path().join(name).join("run.trace");
+        std::fs::write(&path, GAPS).unwrap();
+        path.to_str().unwrap().to_owned()
+    });
+    let out = folder.path().join("out");
+    let fixed = ["--skip", "moving,classic,least", "--allocator", "xseg,slab,xseg", "--out", out.to_str().unwrap()];
+    let done = bench(&[&[paths[0].as_str(), paths[1].as_str()], &fixed[..]].concat());
+    assert_eq!(done.status.code(), Some(0), "{}", text(&done.stderr));
+    let report = report(&out);
+    let rows = report["rows"].as_array().unwrap();
+    let names: Vec<[&str; 2]> =
+        rows.iter().map(|row| ["workload", "allocator"].map(|key| row[key].as_str().unwrap())).collect();
+    assert_eq!(names, [["run", "xseg"], ["run", "slab"], ["run (2)", "xseg"], ["run (2)", "slab"]]);
+    assert!(text(&done.stdout).contains(&format!("{}: 6 events", paths[1])), "{}", text(&done.stdout));
+}
+
+/// A run may take long: what cannot be written is told before it.
+#[test]
+fn a_folder_that_cannot_be_written_is_told_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    let taken = folder.path().join("taken");
+    std::fs::create_dir_all(taken.join("report.json")).unwrap();
+    for out in [&file, &file.join("below"), &taken] {
+        // Of all workloads this would take minutes.
+        let done = bench(&["--workload", "all", "--out", out.to_str().unwrap()]);
+        assert_eq!(done.status.code(), Some(2));
+        assert!(text(&done.stderr).contains("name another folder by --out"), "{}", text(&done.stderr));
+    }
+    assert_eq!(std::fs::read_dir(&taken).unwrap().count(), 1, "nothing is left of the attempt");
+}
+
+#[test]
+fn more_than_any_device_has_is_refused_or_runs_out_of_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let run = |bytes: u64| {
+        let trace = folder.path().join("huge.trace");
+        std::fs::write(&trace, format!("a,0,{bytes},0,0\nf,0,1\n")).unwrap();
+        let fixed =
+            ["--skip", "moving,classic,least", "--allocator", "first-fit,buddy", "--out", out.to_str().unwrap()];
+        bench(&[&[trace.to_str().unwrap()], &fixed[..]].concat())
+    };
+    let done = run((4096 << 30) + 1);
+    assert_eq!(done.status.code(), Some(2));
+    assert!(text(&done.stderr).contains("more than any device has"), "{}", text(&done.stderr));
+    // More addresses than the model of first fit reserves.
+    let done = run(1 << 40);
+    assert_eq!((done.status.code(), text(&done.stderr)), (Some(0), ""));
+    let report = report(&out);
+    let first_fit = report["rows"].as_array().unwrap().iter().find(|row| row["allocator"] == "first-fit").unwrap();
+    assert_eq!(first_fit["plenty"]["refused_requests"], 1);
+    let shown = text(&done.stdout);
+    assert!(!shown.contains("-0 "), "{shown}");
+}

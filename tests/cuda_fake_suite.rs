@@ -99,3 +99,33 @@ fn without_a_device_it_says_so() {
     assert_eq!(done.status.code(), Some(1));
     assert!(text(&done.stderr).contains("the cuda backend is not available: the CUDA driver has no cuMemMap"));
 }
+
+/// The stand-in's kernels find nothing wrong: what is left to see is that checks are queued at all.
+#[test]
+fn replays_queue_checks_on_every_stream() {
+    let driver = control::folder(&[]);
+    let out = tempfile::tempdir().unwrap();
+    let run = |traces: &str| {
+        suite(driver.path(), &["--only", "replay", "--traces", traces, "--out", out.path().to_str().unwrap()])
+    };
+    let done = run("gpt2,fsdp");
+    assert!(done.status.success(), "{}", text(&done.stderr));
+    let report = text(&done.stdout);
+    let checked = |name: &str| -> u64 {
+        let line =
+            report.lines().find(|line| line.contains(&format!("{name} replays with every stamp right"))).unwrap();
+        let after = line.split("| 0 of ").nth(1).unwrap();
+        after.split(' ').next().unwrap().parse().unwrap()
+    };
+    // More than two a block: its edges and what lies between.
+    let blocks = |name: &str| {
+        let trace = xseg::trace::Trace::load(format!("traces/{name}.trace.xz").as_ref()).unwrap();
+        trace.blocks.len() as u64
+    };
+    for name in ["gpt2", "fsdp"] {
+        assert!(checked(name) > 2 * blocks(name), "{name}: {} checked, {} blocks", checked(name), blocks(name));
+    }
+    let wrong = run("gpt2,gpt3");
+    assert_eq!(wrong.status.code(), Some(1));
+    assert!(text(&wrong.stderr).contains("there is no trace gpt3"), "{}", text(&wrong.stderr));
+}

@@ -120,6 +120,7 @@ fn wrong_pointers_are_told_apart_and_harm_nothing() {
     for foreign in [0, 1, 512, 1 << 30, u64::MAX, u64::MAX - 511] {
         assert_eq!(fault_of(lab.heap.free_raw(foreign), foreign), PointerFault::Foreign);
         assert_eq!(fault_of(lab.heap.pin(foreign, 512), foreign), PointerFault::Foreign);
+        assert!(matches!(lab.heap.pin(foreign, 0), Err(Error::InvalidArgument(_))), "a range of nothing");
     }
     let unused = large.address() + GIB;
     assert_eq!(fault_of(lab.heap.free_raw(unused), unused), PointerFault::Freed);

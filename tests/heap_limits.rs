@@ -342,3 +342,21 @@ fn a_warm_up_beyond_the_limit_is_refused() {
     assert!(matches!(built, Err(Error::OutOfMemory(_) | Error::Config(_))), "{built:?}");
     assert_eq!(device.counts(), (0, 0, 0));
 }
+
+/// A callback whose own request fails is not called again for that.
+#[test]
+fn a_callback_that_allocates_is_not_called_for_that() {
+    let lab = sim("limit:4MiB,wait_limit:0s");
+    let (heap, calls) = (lab.heap.clone(), Arc::new(AtomicU64::new(0)));
+    let counter = calls.clone();
+    lab.heap.on_out_of_memory(Box::new(move |_| {
+        counter.fetch_add(1, Relaxed);
+        heap.alloc(8 * MIB, S1).is_ok()
+    }));
+    for round in 1..=2 {
+        out_of_memory(lab.heap.alloc(8 * MIB, S2));
+        assert_eq!(calls.load(Relaxed), round);
+    }
+    assert_eq!(lab.heap.stats().ooms, 4);
+    lab.heap.shut_down();
+}

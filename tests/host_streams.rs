@@ -132,7 +132,6 @@ fn destroyed_streams_are_known_and_keys_are_never_used_again() {
     let dead = |result| matches!(result, Err(Error::DeadStream { stream, .. }) if stream == first.0);
     assert!(dead(backend.stream_key(first).map(drop)));
     assert!(dead(backend.launch(first, || ())));
-    assert!(backend.stream_key(StreamId(u64::MAX)).is_err());
     assert_eq!(backend.record(EventScope::Stream(first)).unwrap_err().call, DriverCall::Event);
     assert!(backend.destroy_stream(first).is_err());
     assert!(backend.destroy_stream(DEFAULT).is_err());
@@ -140,6 +139,21 @@ fn destroyed_streams_are_known_and_keys_are_never_used_again() {
     let second = backend.create_stream().unwrap();
     assert_eq!(second, first, "the id is used again");
     assert_ne!(backend.stream_key(second).unwrap(), key);
+}
+
+/// A program names streams before it has work for them: there is nothing to wait for on these.
+#[test]
+fn a_stream_that_is_only_named_has_no_work() {
+    let backend = open();
+    for named in [StreamId(7), StreamId(5000), StreamId(u64::MAX)] {
+        assert_ne!(backend.stream_key(named).unwrap(), backend.stream_key(DEFAULT).unwrap());
+        assert!(done(&backend, EventScope::Stream(named)));
+        let event = backend.record(EventScope::Context).unwrap();
+        backend.stream_wait(named, &event).unwrap();
+        backend.recycle(event);
+        assert!(matches!(backend.launch(named, || ()), Err(Error::DeadStream { .. })), "it has no thread");
+    }
+    assert_ne!(backend.stream_key(StreamId(7)).unwrap(), backend.stream_key(StreamId(8)).unwrap());
 }
 
 #[test]

@@ -20,6 +20,7 @@ on_each_backend! {
     a_younger_event_frees_its_block_before_an_older_one,
     a_request_waits_for_what_is_enough,
     an_epoch_is_waited_for_before_later_ones,
+    a_late_free_beside_old_memory_hides_nothing,
     waiting_is_the_last_step,
     waits_end_with_an_error,
     blocks_come_and_go_under_queued_work,
@@ -132,6 +133,27 @@ fn an_epoch_is_waited_for_before_later_ones(make: Make) {
     assert_eq!(lab.heap.stats().host_waits, 1);
     lab.check();
     drop((block, between));
+    lab.ends_with(0);
+}
+
+/// Two frees of one stream merge and keep the later stamp; what lies idle longer has passed all the same.
+fn a_late_free_beside_old_memory_hides_nothing(make: Make) {
+    let lab = make("limit:64MiB");
+    let (early, late) = (lab.alloc(48 * MIB, S1), lab.alloc(16 * MIB, S1));
+    lab.work(S1, &early, MS);
+    drop(early);
+    lab.heap.tick();
+    lab.time.advance(2 * MS);
+    lab.work(S1, &late, 2 * SECOND);
+    drop(late);
+    let block = lab.alloc(48 * MIB, S2);
+    let stats = lab.heap.stats();
+    assert_eq!((lab.time.now(), stats.host_waits, stats.bytes_moved), (2 * MS, 0, 48 * MIB));
+    // The rest is in use still: only by waiting can stream 2 have it.
+    drop(lab.alloc(16 * MIB, S2));
+    assert_eq!(lab.heap.stats().host_waits, 1);
+    lab.check();
+    drop(block);
     lab.ends_with(0);
 }
 

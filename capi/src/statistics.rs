@@ -90,6 +90,18 @@ pub struct xseg_statistics {
     pub calls_reserve: u64,
     /// Time in driver calls in nanoseconds: modelled on `sim` and `host`, measured on `cuda`.
     pub driver_nanos: u64,
+    /// Of it: in calls that count in `calls_create`.
+    pub nanos_create: u64,
+    /// Of it: in calls that count in `calls_map`.
+    pub nanos_map: u64,
+    /// Of it: in calls that count in `calls_set_access`.
+    pub nanos_set_access: u64,
+    /// Of it: in calls that count in `calls_unmap`.
+    pub nanos_unmap: u64,
+    /// Of it: in calls that count in `calls_release`.
+    pub nanos_release: u64,
+    /// Of it: in calls that count in `calls_reserve`.
+    pub nanos_reserve: u64,
     /// Host memory that the heap's tables hold, without untouched pages.
     pub metadata_bytes: u64,
 }
@@ -137,6 +149,12 @@ impl From<&Stats> for xseg_statistics {
             calls_release: stats.driver_calls.release,
             calls_reserve: stats.driver_calls.reserve,
             driver_nanos: stats.driver_nanos,
+            nanos_create: stats.driver_call_nanos.create,
+            nanos_map: stats.driver_call_nanos.map,
+            nanos_set_access: stats.driver_call_nanos.set_access,
+            nanos_unmap: stats.driver_call_nanos.unmap,
+            nanos_release: stats.driver_call_nanos.release,
+            nanos_reserve: stats.driver_call_nanos.reserve,
             metadata_bytes: stats.metadata_bytes,
         }
     }
@@ -144,7 +162,7 @@ impl From<&Stats> for xseg_statistics {
 
 /// The same by name, for bindings in other languages.
 #[must_use]
-pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 40] {
+pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 46] {
     let filled = xseg_statistics::from(stats);
     [
         ("allocated", filled.allocated),
@@ -186,6 +204,12 @@ pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 40] {
         ("calls_release", filled.calls_release),
         ("calls_reserve", filled.calls_reserve),
         ("driver_nanos", filled.driver_nanos),
+        ("nanos_create", filled.nanos_create),
+        ("nanos_map", filled.nanos_map),
+        ("nanos_set_access", filled.nanos_set_access),
+        ("nanos_unmap", filled.nanos_unmap),
+        ("nanos_release", filled.nanos_release),
+        ("nanos_reserve", filled.nanos_reserve),
         ("metadata_bytes", filled.metadata_bytes),
     ]
 }

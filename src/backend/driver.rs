@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -43,17 +44,33 @@ impl DriverCalls {
     }
 }
 
+/// Kinds of calls that are counted.
+const CALLS: usize = 6;
+
+/// Place of a call among those that are counted.
+fn index(call: DriverCall) -> Option<usize> {
+    match call {
+        DriverCall::Create => Some(0),
+        DriverCall::Map => Some(1),
+        DriverCall::SetAccess => Some(2),
+        DriverCall::Unmap => Some(3),
+        DriverCall::Release => Some(4),
+        DriverCall::Reserve => Some(5),
+        _ => None,
+    }
+}
+
+fn read(counters: &[AtomicU64; CALLS]) -> DriverCalls {
+    let [create, map, set_access, unmap, release, reserve] = counters.each_ref().map(|counter| counter.load(Relaxed));
+    DriverCalls { create, map, set_access, unmap, release, reserve }
+}
+
 /// See the module's text. Shared; memory calls are made by one thread at a time.
 pub(crate) struct Driver {
     backend: Arc<dyn Backend>,
-    create: AtomicU64,
-    map: AtomicU64,
-    set_access: AtomicU64,
-    unmap: AtomicU64,
-    release: AtomicU64,
-    reserve: AtomicU64,
-    /// Time in calls: modelled, or measured where the backend is a real device.
-    nanos: AtomicU64,
+    counts: [AtomicU64; CALLS],
+    /// Time in calls, in nanoseconds: modelled, or measured where the backend is a real device.
+    nanos: [AtomicU64; CALLS],
     measured: bool,
     known: Mutex<Known>,
     /// Told of every mapping, while `known` is not locked.
@@ -106,16 +123,10 @@ impl Known {
 impl Driver {
     pub(crate) fn new(backend: Arc<dyn Backend>, watchers: Vec<MappingCallback>) -> Self {
         let measured = backend.kind() == BackendKind::Cuda;
-        let zero = AtomicU64::default;
         Self {
             backend,
-            create: zero(),
-            map: zero(),
-            set_access: zero(),
-            unmap: zero(),
-            release: zero(),
-            reserve: zero(),
-            nanos: zero(),
+            counts: Default::default(),
+            nanos: Default::default(),
             measured,
             known: Mutex::default(),
             watchers,
@@ -127,25 +138,23 @@ impl Driver {
     }
 
     pub(crate) fn calls(&self) -> DriverCalls {
-        DriverCalls {
-            create: self.create.load(Relaxed),
-            map: self.map.load(Relaxed),
-            set_access: self.set_access.load(Relaxed),
-            unmap: self.unmap.load(Relaxed),
-            release: self.release.load(Relaxed),
-            reserve: self.reserve.load(Relaxed),
-        }
+        read(&self.counts)
     }
 
-    /// Nanoseconds spent in driver calls so far.
-    pub(crate) fn nanos(&self) -> u64 {
-        self.nanos.load(Relaxed)
+    /// Nanoseconds spent so far, by call.
+    pub(crate) fn nanos(&self) -> DriverCalls {
+        read(&self.nanos)
     }
 
     fn tell(&self, change: MappingChange, address: u64, bytes: u64, handle: PhysicalAllocation) {
         if !self.watchers.is_empty() {
             let event = MappingEvent { change, address, bytes, handle, device: self.backend.device() };
-            self.watchers.iter().for_each(|watcher| watcher(&event));
+            for watcher in &self.watchers {
+                // A panic half-way through a transaction would leave it undone for good.
+                if catch_unwind(AssertUnwindSafe(|| watcher(&event))).is_err() {
+                    tracing::error!(?event, "a mapping callback panicked; the heap goes on without it");
+                }
+            }
         }
     }
 
@@ -158,24 +167,19 @@ impl Driver {
     ) -> Result<T, DriverError> {
         let start = self.measured.then(std::time::Instant::now);
         let done = operation()?;
-        let mut nanos = 0;
+        let took = start.map(|start| u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
+        let modelled: u64 = calls.iter().map(|call| cost::nanos(*call, bytes)).sum();
         for &call in calls {
-            nanos += cost::nanos(call, bytes);
-            let counter = match call {
-                DriverCall::Create => &self.create,
-                DriverCall::Map => &self.map,
-                DriverCall::SetAccess => &self.set_access,
-                DriverCall::Unmap => &self.unmap,
-                DriverCall::Release => &self.release,
-                DriverCall::Reserve => &self.reserve,
-                _ => continue,
-            };
-            counter.fetch_add(1, Relaxed);
+            let Some(index) = index(call) else { continue };
+            self.counts[index].fetch_add(1, Relaxed);
+            let model = cost::nanos(call, bytes);
+            // What several calls took together is shared out as the model says.
+            let nanos = took.map_or(model, |took| match modelled {
+                0 => took / calls.len() as u64,
+                modelled => (u128::from(took) * u128::from(model) / u128::from(modelled)) as u64,
+            });
+            self.nanos[index].fetch_add(nanos, Relaxed);
         }
-        if let Some(start) = start {
-            nanos = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        }
-        self.nanos.fetch_add(nanos, Relaxed);
         Ok(done)
     }
 

@@ -216,6 +216,14 @@ impl<B: Backend + ?Sized> Backend for FaultyBackend<B> {
         self.pass(DriverCall::Release, (0, bytes), false, |b| unsafe { b.release(handle, bytes) })
     }
 
+    fn of_all_threads(&self, stream: StreamId) -> StreamId {
+        self.inner.of_all_threads(stream)
+    }
+
+    fn retired(&self, stream: StreamId) {
+        self.inner.retired(stream);
+    }
+
     fn stream_key(&self, stream: StreamId) -> Result<u64, Error> {
         self.inner.stream_key(stream)
     }

@@ -228,6 +228,14 @@ impl Backend for GaugeBackend {
         Ok(())
     }
 
+    fn of_all_threads(&self, stream: StreamId) -> StreamId {
+        self.inner.of_all_threads(stream)
+    }
+
+    fn retired(&self, stream: StreamId) {
+        self.inner.retired(stream);
+    }
+
     fn stream_key(&self, stream: StreamId) -> Result<u64, Error> {
         self.inner.stream_key(stream)
     }

@@ -212,6 +212,15 @@ pub trait Backend: Send + Sync + fmt::Debug {
         done
     }
 
+    /// A stream whose events, whatever thread records them, come after the work of this one of every thread:
+    /// itself, unless the name means another stream in each thread.
+    fn of_all_threads(&self, stream: StreamId) -> StreamId {
+        stream
+    }
+
+    /// The stream is retired: its handle may stand for another one from now on.
+    fn retired(&self, _stream: StreamId) {}
+
     /// The identity of a stream: two streams that ever existed never share one, though their
     /// handles may (`cuStreamGetId`). Called on the hot path: a few nanoseconds.
     ///

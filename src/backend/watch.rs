@@ -36,5 +36,6 @@ pub struct MappingEvent {
 ///
 /// It runs under the heap's driver lock and no other: threads that need no driver call go on meanwhile. It
 /// may take locks of its own and call the driver, but not the heap, which would wait for itself; of the two
-/// mappings of a handle in motion, the new one is announced first where the old one stays for a while.
+/// mappings of a handle in motion, the new one is announced first where the old one stays for a while. A panic in
+/// it is caught and reported, and the heap goes on.
 pub type MappingCallback = Arc<dyn Fn(&MappingEvent) + Send + Sync>;

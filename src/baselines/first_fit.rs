@@ -1,7 +1,7 @@
 //! A free list searched from the lowest address: one heap that grows at its end.
 //!
-//! The heap grows by one handle of what is missing, rounded to 2 MiB, and never shrinks. All
-//! work counts as of one stream.
+//! The heap grows by one handle of what is missing, rounded to 2 MiB, up to four cards, and never
+//! shrinks. All work counts as of one stream.
 
 use super::SubjectError;
 use super::blocks::{Block, Blocks, State};
@@ -30,6 +30,9 @@ impl FirstFit {
             self.blocks.last().filter(|(_, block)| block.state == State::Free).map_or(0, |(_, block)| block.size);
         let Some(bytes) = round_up(size - tail, GRANULE) else { return Ok(None) };
         self.heap = Some((segment, end));
+        if end + bytes > segment + 4 * CARD {
+            return Ok(None);
+        }
         let Some(handle) = device.create(bytes)? else { return Ok(None) };
         device.map(end, handle, bytes)?;
         self.heap = Some((segment, end + bytes));

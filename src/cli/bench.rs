@@ -10,6 +10,7 @@ use crate::suite::report::{self, Report, Setup};
 use crate::suite::workloads::{CATALOGUE, Workload};
 use crate::suite::{self, Least, Options, classic, moving};
 use crate::trace::Trace;
+use crate::units::{GIB, human};
 use clap::Args;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -73,6 +74,8 @@ pub(super) struct BenchArgs {
 const ROUNDS: [u64; 2] = [3, 1];
 /// Shipped traces of a quick run.
 const QUICK_TRACES: [&str; 2] = ["gpt2", "llama_tiny_snapshot"];
+/// Most bytes live at once in a workload.
+const PEAK_MAX: u64 = 4096 * GIB;
 /// The folder of shipped traces, as the README names it.
 const SHIPPED: &str = "traces";
 
@@ -93,6 +96,8 @@ pub(super) fn bench(args: &BenchArgs, out: &mut dyn Write) -> Result<u8, Failure
     if workloads.is_empty() {
         return Err(Failure::Usage("there is no workload to run; name a trace or --workload all".into()));
     }
+    // Before the work, which may take long.
+    report::prepare(&args.out).map_err(|error| unwritable(&args.out, &error))?;
     let least = match () {
         () if skips(args, "least") => Least::No,
         () if args.quick => Least::Quick,
@@ -121,9 +126,7 @@ pub(super) fn bench(args: &BenchArgs, out: &mut dyn Write) -> Result<u8, Failure
     };
     add_tables(args, &config, &mut report, &bar).map_err(Failure::Usage)?;
     bar.spin("writing the report");
-    let paths = report::write(&report, &args.out).map_err(|error| {
-        Failure::Usage(format!("cannot write to {}: {error}; name another folder by --out", args.out.display()))
-    })?;
+    let paths = report::write(&report, &args.out).map_err(|error| unwritable(&args.out, &error))?;
     drop(bar);
     if args.json {
         for row in report.rows() {
@@ -135,6 +138,10 @@ pub(super) fn bench(args: &BenchArgs, out: &mut dyn Write) -> Result<u8, Failure
         writeln!(out, "written: {}", paths.join(", "))?;
     }
     Ok(status(&report, !wrong.is_empty()))
+}
+
+fn unwritable(folder: &Path, error: &std::io::Error) -> Failure {
+    Failure::Usage(format!("cannot write to {}: {error}; name another folder by --out", folder.display()))
 }
 
 fn skips(args: &BenchArgs, part: &str) -> bool {
@@ -215,7 +222,8 @@ fn allocators(asked: &[String]) -> Result<Vec<String>, Failure> {
         let known = known.join(", ");
         return Err(Failure::Usage(format!("there is no allocator `{name}`; the allocators are {known}, all")));
     }
-    Ok(asked.to_vec())
+    // Each once: a second row would only repeat the first.
+    Ok(known.into_iter().filter(|name| asked.iter().any(|asked| asked == name)).map(str::to_owned).collect())
 }
 
 /// The workloads asked for, and what is wrong with inputs.
@@ -234,7 +242,14 @@ fn workloads(args: &BenchArgs) -> Result<(Vec<Workload>, Vec<String>), Failure> 
             continue;
         }
         match Trace::load(&file) {
-            Ok(trace) => workloads.push(Workload::from_trace(trace)),
+            Ok(trace) if trace.peak_requested() > PEAK_MAX => wrong.push(format!(
+                "{}: {} live at once are more than any device has, and the models of other designs keep a record of \
+                 every 2 MiB; give a trace of at most {}",
+                file.display(),
+                human(trace.peak_requested()),
+                human(PEAK_MAX)
+            )),
+            Ok(trace) => add(&mut workloads, Workload::from_trace(trace), Some(&file)),
             Err(error) => wrong.push(format!("{}: {error}", file.display())),
         }
     }
@@ -247,9 +262,24 @@ fn workloads(args: &BenchArgs) -> Result<(Vec<Workload>, Vec<String>), Failure> 
         )));
     }
     for entry in CATALOGUE.iter().filter(|entry| all || args.workload.iter().any(|name| name == entry.name)) {
-        workloads.push(entry.make(args.seed, ROUNDS[usize::from(args.quick)]).map_err(Failure::Usage)?);
+        let made = entry.make(args.seed, ROUNDS[usize::from(args.quick)]).map_err(Failure::Usage)?;
+        add(&mut workloads, made, None);
     }
     Ok((workloads, wrong))
+}
+
+/// Adds a workload under a name that no other has: rows, headings and links go by it.
+fn add(workloads: &mut Vec<Workload>, mut workload: Workload, file: Option<&Path>) {
+    let taken = |name: &str| workloads.iter().any(|other| other.name() == name);
+    if taken(workload.name()) {
+        let name = workload.name().to_owned();
+        let free = (2..).map(|number| format!("{name} ({number})")).find(|name| !taken(name));
+        workload.trace.name = free.unwrap_or(name);
+        if let Some(file) = file {
+            workload.about = format!("{}: {}", file.display(), workload.about);
+        }
+    }
+    workloads.push(workload);
 }
 
 fn is_known(name: &str) -> bool {

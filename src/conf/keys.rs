@@ -75,7 +75,7 @@ pub const KEYS: [Key; 17] = [
     },
     Key {
         name: "reserve",
-        meaning: "addresses reserved at start; auto is four times the device's memory, 1 TiB where that is unbounded",
+        meaning: "addresses reserved at start, and again each time they are used up; auto is four times the device's memory, 1 TiB where that is unbounded",
         values: "auto, or a size from 2MiB to 2TiB",
         default: "auto",
         show: |c| c.reserve.map_or_else(|| "auto".into(), size_text),

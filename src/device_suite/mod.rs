@@ -3,6 +3,7 @@
 pub(crate) mod bandwidth;
 pub(crate) mod cost;
 pub(crate) mod facts;
+pub(crate) mod fresh;
 pub(crate) mod growth;
 pub(crate) mod heap;
 pub(crate) mod memory;
@@ -10,6 +11,7 @@ pub(crate) mod remap;
 pub(crate) mod replay;
 pub(crate) mod report;
 pub(crate) mod scenarios;
+pub(crate) mod several;
 
 pub(crate) use report::Report;
 
@@ -34,6 +36,7 @@ pub(crate) struct Entry {
 
 /// All sections in the order in which they run.
 pub(crate) const SECTIONS: &[Entry] = &[
+    Entry { name: "fresh", what: "the first growth, before the memory was used", run: fresh::run },
     Entry { name: "facts", what: "what the backend and the kernels promise, checked on this device", run: facts::run },
     Entry { name: "cost", what: "what each driver call costs, by handle size", run: cost::run },
     Entry { name: "growth", what: "growth and its undoing by bare driver calls, by handle size", run: growth::run },
@@ -42,6 +45,7 @@ pub(crate) const SECTIONS: &[Entry] = &[
     Entry { name: "busy", what: "memory asked for while kernels use all that is free", run: heap::busy },
     Entry { name: "speed", what: "growth and remapping through the heap beside bare loops", run: heap::speed },
     Entry { name: "scenarios", what: "patterns from public reports, on this device", run: scenarios::run },
+    Entry { name: "several", what: "several GPUs of one host: peers, a heap on each, copies", run: several::run },
     Entry { name: "replay", what: "the traces, stamped and checked by kernels", run: replay::verified },
     Entry { name: "ballast", what: "the traces in the least memory that sim needs", run: replay::ballast },
 ];

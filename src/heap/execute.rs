@@ -291,10 +291,15 @@ pub(crate) fn claim_victim(segment: &mut Segment, claim: Claim, victim: &Victim)
         victim.node
     } else {
         // An earlier claim may have cut the node that the plan saw.
-        segment.free_nodes(UNITS_PER_GRANULE, claim).find(|id| {
+        segment.free_nodes(UNITS_PER_GRANULE).find(|id| {
             let node = &segment.nodes[*id];
             node.start <= range.start && node.end() >= range.end
         })?
     };
-    claim.may_take(&segment.nodes[first]).then(|| segment.carve(first, range, Kind::Busy))
+    let epoch = segment.last_use(first, victim.home..victim.home + victim.granules);
+    if !claim.may_take(&segment.nodes[first]) && epoch > claim.horizon {
+        return None;
+    }
+    let (node, stamp) = segment.carve(first, range, Kind::Busy);
+    Some((node, Stamp { epoch, ..stamp }))
 }

@@ -19,6 +19,7 @@ use crate::physical::{HandleId, Physical};
 use crate::segment::nodes::{Kind, NodeId};
 use crate::segment::{Claim, History, Segment, Stamp};
 use crate::units::{GRANULE, MIB, UNIT};
+use crate::used::Used;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::Relaxed};
@@ -44,6 +45,16 @@ pub(crate) struct Pending {
     /// What must complete; where an event was refused, the epoch of the stamp must pass instead.
     pub(crate) events: Vec<Event>,
     pub(crate) refused: bool,
+}
+
+/// A stream that a live block was declared used on.
+#[derive(Debug, Clone, Copy)]
+struct Use {
+    stream: StreamId,
+    /// Its identity: the handle may stand for another stream when the block is freed.
+    key: u64,
+    /// The stream was retired meanwhile, and its handle may be gone.
+    retired: bool,
 }
 
 /// What the driver lock guards.
@@ -74,13 +85,14 @@ pub(crate) struct Inner {
     pub(crate) nvtx: Nvtx,
     /// Of the two large segments together.
     pub(crate) history: Arc<History>,
+    pub(crate) used: Arc<Used>,
     segments: Box<[OnceLock<Mutex<Segment>>]>,
     /// One more than the highest segment that exists, so that walks stay short.
     segments_end: AtomicU16,
     pub(crate) slow: Mutex<Slow>,
     pub(crate) pending: Mutex<VecDeque<Pending>>,
     /// Streams that a live block was declared used on, by its first unit.
-    uses: Mutex<HashMap<u32, Vec<StreamId>>>,
+    uses: Mutex<HashMap<u32, Vec<Use>>>,
     pub(crate) counters: Counters,
     pub(crate) quiesce: bool,
     pub(crate) callbacks: Mutex<Vec<Callback>>,
@@ -131,6 +143,7 @@ impl Inner {
             pools: Pools::default(),
             nvtx: Nvtx::off(),
             history: Arc::default(),
+            used: Arc::default(),
             segments: (0..SEGMENTS).map(|_| OnceLock::new()).collect(),
             segments_end: AtomicU16::new(0),
             slow: Mutex::new(slow),
@@ -149,8 +162,8 @@ impl Inner {
     pub(crate) fn segment(&self, index: u16) -> MutexGuard<'_, Segment> {
         let segment = self.segments[index as usize].get_or_init(|| {
             self.segments_end.fetch_max(index + 1, Relaxed);
-            let shared = index < FIRST_POOL;
-            Mutex::new(if shared { Segment::new(Arc::clone(&self.history)) } else { Segment::default() })
+            let large = || Segment::large(Arc::clone(&self.history), Arc::clone(&self.used));
+            Mutex::new(if index < FIRST_POOL { large() } else { Segment::default() })
         });
         segment.lock()
     }
@@ -306,15 +319,20 @@ impl Inner {
 
     /// Records what a freed block with declared uses waits for, besides an event of the caller's.
     pub(crate) fn suspend(&self, segment: u16, node: NodeId, unit: u32, stamp: Stamp, after: Option<Event>) {
-        let streams = self.uses.lock().remove(&unit).unwrap_or_default();
+        let uses = self.uses.lock().remove(&unit).unwrap_or_default();
         let backend = self.driver.backend();
         let mut events: Vec<Event> = after.into_iter().collect();
         let mut refused = false;
         // Held while recording, so that a shutdown finds every event that there is.
         let mut pending = self.pending.lock();
-        for stream in streams {
+        for Use { stream, key, retired } in uses {
             if self.shut.load(Relaxed) {
                 break;
+            }
+            // An event on another stream, or on this thread's own for another thread's, would prove nothing.
+            if retired || backend.stream_key(stream) != Ok(key) {
+                refused = true;
+                continue;
             }
             match backend.record(EventScope::Stream(stream)) {
                 Ok(event) => events.push(event),
@@ -341,11 +359,17 @@ impl Inner {
         }
         node.has_uses = true;
         let mut uses = self.uses.lock();
-        let streams = uses.entry(place.unit).or_default();
-        if !streams.contains(&stream) {
-            streams.push(stream);
+        let uses = uses.entry(place.unit).or_default();
+        if !uses.iter().any(|one| one.key == key) {
+            uses.push(Use { stream, key, retired: false });
         }
         Ok(())
+    }
+
+    /// Declared uses of a stream end with its epoch from now on: its handle is not named again.
+    pub(crate) fn retire_uses(&self, key: u64) {
+        let mut uses = self.uses.lock();
+        uses.values_mut().flatten().filter(|one| one.key == key).for_each(|one| one.retired = true);
     }
 
     /// Closes the open epoch, but not while a graph is captured: the event would invalidate the capture, and
@@ -374,7 +398,8 @@ impl Inner {
     }
 
     fn record_epoch(&self) {
-        self.epochs.close(self.driver.backend(), || self.streams.all().iter().map(|stream| stream.id).collect());
+        let backend = self.driver.backend();
+        self.epochs.close(backend, || self.streams.all().iter().map(|one| backend.of_all_threads(one.id)).collect());
     }
 
     /// Requested and rounded size of a live block, and its stream.

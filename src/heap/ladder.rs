@@ -11,7 +11,6 @@ use crate::plan::place::{Places, Request};
 use crate::plan::source::{self, Terms};
 use crate::plan::{Placement, Supply, Victim};
 use crate::policy;
-use crate::segment::nodes::Kind;
 use crate::segment::{Segment, Stamp};
 use crate::units::{GIB, GRANULE, UNIT, UNITS_PER_GRANULE, granule_ceil, granule_floor};
 use parking_lot::MutexGuard;
@@ -24,6 +23,8 @@ const REPLANS: u32 = 64;
 const SLICE: Duration = Duration::from_micros(200);
 /// Rounds of a host wait in which a clock may stand still (a driver that refuses every wait).
 const STUCK: u32 = 1000;
+/// Refusals one after the other after which a host wait gives up: the device, and not one call, has failed.
+const REFUSALS: u32 = 8;
 /// Blocks with declared uses that a request looks at while a graph is captured.
 const SETTLE: usize = 16;
 /// Places that are tried before there is none.
@@ -72,7 +73,7 @@ impl Inner {
         let mut wanted = *wanted;
         self.notice_capture(&mut wanted);
         let mut called_back = false;
-        let (mut last, mut stuck) = (Duration::ZERO, 0u32);
+        let (mut last, mut stuck, mut refusals) = (Duration::ZERO, 0u32, 0u32);
         loop {
             let refusal = {
                 let mut slow = self.slow.lock();
@@ -107,11 +108,15 @@ impl Inner {
             stuck = if elapsed == last { stuck + 1 } else { 0 };
             last = elapsed;
             let hopeless = self.counters.live().saturating_add(wanted.bytes) > self.limit.load(Relaxed);
-            if !hopeless
-                && stuck < STUCK
-                && elapsed < self.config.wait_limit
-                && self.wait_for_progress(SLICE.max(elapsed / 8))
+            let waiting = !hopeless && stuck < STUCK && elapsed < self.config.wait_limit;
+            let progress = if waiting { self.wait_for_progress(SLICE.max(elapsed / 8)) } else { Ok(false) };
+            refusals = if progress.is_err() { refusals + 1 } else { 0 };
+            if let Err(error) = &progress
+                && refusals >= REFUSALS
             {
+                return Err(error.clone().into());
+            }
+            if progress.unwrap_or(true) {
                 if !waited {
                     waited = true;
                     self.counters.host_waits.fetch_add(1, Relaxed);
@@ -264,6 +269,7 @@ impl Inner {
             step: self.growth_step(reserved, hard, large),
             passed: self.epochs.passed(),
             stale: large.then(|| self.history.now().saturating_sub(STALE_FREES)),
+            shared: self.streams.are_many(),
         };
         let idle = self.victims(slow, &segment, wanted, 0..0);
         let budgets: &[Budget] =
@@ -377,13 +383,6 @@ impl Inner {
         Ok(())
     }
 
-    /// Asks the client's functions to free memory; no lock is held.
-    fn out_of_memory_callbacks(&self, bytes: u64) -> bool {
-        let callbacks = self.callbacks.lock().clone();
-        // All are asked: each may hold a part of what is missing.
-        callbacks.iter().filter(|callback| callback(bytes)).count() > 0
-    }
-
     /// Creates and maps memory at start, as free memory of the large segment.
     pub(crate) fn warm_up(&self, bytes: u64) -> Result<()> {
         let stream = self.streams.get(0, crate::backend::StreamId(0))?;
@@ -410,73 +409,5 @@ impl Inner {
         }
         self.reset_peaks();
         Ok(())
-    }
-
-    /// Makes the asking stream wait on the device for everything freed so far: the last epoch that it covers.
-    fn gpu_wait(&self, wanted: &Wanted) -> Option<u32> {
-        let backend = self.driver.backend();
-        let stream = wanted.stream;
-        if backend.is_capturing(stream.id) {
-            return None;
-        }
-        self.close_epoch();
-        let mut waited = 0;
-        let mut refused = false;
-        // All of them: where events are per stream, the last one does not cover streams that were retired.
-        for (epoch, events) in self.epochs.waiting() {
-            refused |= !events.iter().all(|event| backend.stream_wait(stream.id, event).is_ok());
-            waited = if refused { waited } else { epoch };
-            crate::epoch::recycle(backend, events);
-        }
-        if waited > 0 {
-            self.streams.set_waited(stream.slot, waited);
-            self.counters.gpu_waits.fetch_add(1, Relaxed);
-        }
-        (waited > 0).then_some(waited)
-    }
-
-    /// Waits on the host for the oldest thing that may free memory. False: there is nothing to wait for.
-    fn wait_for_progress(&self, slice: Duration) -> bool {
-        let backend = self.driver.backend();
-        let unpassed = self.first_unpassed();
-        if unpassed.is_some_and(|epoch| epoch >= self.epochs.open()) {
-            self.close_epoch();
-        }
-        // Epochs pass in order, so that the oldest is in the way of all others.
-        if let Some((_, events)) = unpassed.and_then(|_| self.epochs.oldest()) {
-            for event in events.iter() {
-                // A refusal shows again when the event is polled.
-                let _ = backend.wait(event, slice);
-            }
-            crate::epoch::recycle(backend, events);
-            return true;
-        }
-        let first = self.pending.lock().pop_front();
-        let Some(first) = first else { return false };
-        for event in &first.events {
-            let _ = backend.wait(event, slice);
-        }
-        let mut pending = self.pending.lock();
-        if self.shut.load(Relaxed) {
-            first.events.into_iter().for_each(|event| backend.recycle(event));
-        } else {
-            pending.push_back(first);
-        }
-        true
-    }
-
-    /// The first epoch whose end would let free memory, a pending block or a zombie be used.
-    fn first_unpassed(&self) -> Option<u32> {
-        let passed = self.epochs.passed();
-        let slow = self.slow.lock();
-        let zombies = slow.physical.zombies.iter().map(|zombie| zombie.epoch).min();
-        let refused = self.pending.lock().iter().filter(|one| one.refused).map(|one| one.stamp.epoch).min();
-        let mut first = [zombies, refused].into_iter().flatten().filter(|epoch| *epoch > passed).min();
-        for index in self.segment_indices() {
-            let segment = self.segment(index);
-            let free = segment.iter().map(|id| &segment.nodes[id]).filter(|node| node.kind == Kind::Free);
-            first = free.map(|node| node.epoch).filter(|epoch| *epoch > passed).chain(first).min();
-        }
-        first
     }
 }

@@ -7,6 +7,7 @@ mod execute;
 mod export;
 mod inner;
 mod ladder;
+mod last;
 mod layout;
 mod pools;
 mod report;
@@ -241,8 +242,7 @@ impl Heap {
 
     /// Descriptors of the memory behind a live block, one for each of its handles in address order. They are
     /// made now (a heap holds none by itself) and closed when dropped. While another process uses the
-    /// memory, keep the block, or [`Heap::pin`] it: freed memory is moved and given to others. A handle
-    /// shows its importer all of its memory, also other blocks'; [`Heap::alloc_contiguous`] shares none.
+    /// memory, keep the block: freed memory is given to others. A handle shows its importer all of its memory, also other blocks'; [`Heap::alloc_contiguous`] shares none.
     ///
     /// `cuda` gives a descriptor of each handle; `host` has one memfd, of which each is a duplicate that
     /// shows all of the device's memory; `sim` has no memory.
@@ -280,11 +280,13 @@ impl Heap {
         TrimReport { released, reserved: slow.physical.reserved() }
     }
 
-    /// Keeps the memory behind a range of addresses where it is, until [`Heap::unpin`]: for graphs,
-    /// registrations and peers that hold the address.
+    /// Keeps the memory behind a range of addresses (whole granules of it) where it is, until [`Heap::unpin`]: for
+    /// graphs, registrations and peers that hold the address. It says nothing of who uses it: once its block is
+    /// freed, other requests are served from it where it lies. Pins are counted. Any thread.
     ///
     /// # Errors
-    /// [`crate::Error::InvalidPointer`] outside the heap, [`crate::Error::InvalidArgument`] where a part has no memory.
+    /// [`crate::Error::InvalidPointer`] outside the heap, [`crate::Error::InvalidArgument`] for no bytes, and where a
+    /// part has no memory.
     pub fn pin(&self, address: u64, bytes: u64) -> Result<()> {
         self.inner.pin(address, bytes)
     }
@@ -325,7 +327,7 @@ impl Heap {
     }
 
     /// Adds a function that is called, without any lock held, before an out-of-memory error. It may
-    /// free blocks; when it says that it did, the request is tried again.
+    /// free blocks; when it says that it did, the request is tried again. A request that it makes itself calls none.
     pub fn on_out_of_memory(&self, callback: OutOfMemoryCallback) {
         self.inner.callbacks.lock().push(Arc::from(callback));
     }

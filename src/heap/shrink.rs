@@ -173,9 +173,12 @@ impl Inner {
 
     /// Granules that a range of addresses of the heap touches.
     fn granules_of(&self, address: u64, bytes: u64) -> Result<std::ops::Range<u32>> {
+        if bytes == 0 {
+            return Err(Error::InvalidArgument(format!("a range of 0 bytes at {address:#x} cannot be pinned")));
+        }
         let fault = Error::InvalidPointer { address, why: PointerFault::Foreign };
         let first = self.space.locate(address).ok_or(fault.clone())?;
-        let end = address.checked_add(bytes.max(1) - 1).ok_or(fault.clone())?;
+        let end = address.checked_add(bytes - 1).ok_or(fault.clone())?;
         let last = self.space.locate(end).ok_or(fault)?;
         Ok(first.unit / UNITS_PER_GRANULE..last.unit / UNITS_PER_GRANULE + 1)
     }
@@ -228,6 +231,8 @@ impl Inner {
                 why: "the heap does not know it, or it was retired before".into(),
             });
         };
+        backend.retired(stream.id);
+        self.retire_uses(key);
         let _slow = self.slow.lock();
         for index in self.segment_indices() {
             self.segment(index).disown(stream.slot);
@@ -250,7 +255,7 @@ impl Inner {
         for one in self.pending.lock().drain(..) {
             one.events.into_iter().for_each(|event| backend.recycle(event));
         }
-        let before = self.driver.nanos();
+        let before = self.driver.nanos().total();
         let report = |what: &str, error: crate::error::DriverError| tracing::warn!(%error, "{what} at shutdown");
         // A second try, since a refusal may be of the moment.
         if let Err(error) = self.release_all(&mut slow).or_else(|_| self.release_all(&mut slow)) {
@@ -259,7 +264,7 @@ impl Inner {
         slow.physical.forget_cache();
         // A callback may hold this heap.
         self.callbacks.lock().clear();
-        self.counters.teardown_nanos.fetch_add(self.driver.nanos() - before, Relaxed);
+        self.counters.teardown_nanos.fetch_add(self.driver.nanos().total() - before, Relaxed);
         for reservation in self.space.reservations() {
             let unreserve = || self.driver.unreserve(reservation.address, reservation.bytes);
             if let Err(error) = unreserve().or_else(|_| unreserve()) {

@@ -142,6 +142,8 @@ pub struct Stats {
     pub driver_calls: DriverCalls,
     /// Time in driver calls in nanoseconds: modelled on `sim` and `host`, measured on `cuda`.
     pub driver_nanos: u64,
+    /// The same by the kind of call: the fields are nanoseconds here.
+    pub driver_call_nanos: DriverCalls,
     /// Host memory that the heap's tables hold, without untouched pages.
     pub metadata_bytes: u64,
 }
@@ -183,8 +185,9 @@ impl Inner {
             bytes_trimmed: get(&counters.bytes_trimmed),
             bytes_created: get(&counters.bytes_created),
             driver_calls: self.driver.calls(),
-            driver_nanos: self.driver.nanos(),
-            metadata_bytes: slow.physical.metadata_bytes() as u64,
+            driver_nanos: self.driver.nanos().total(),
+            driver_call_nanos: self.driver.nanos(),
+            metadata_bytes: (slow.physical.metadata_bytes() + self.used.bytes()) as u64,
             ..Stats::default()
         };
         self.add_segments(&mut stats);

@@ -124,6 +124,12 @@ impl Streams {
         }
     }
 
+    /// Is more than one stream in use?
+    pub(crate) fn are_many(&self) -> bool {
+        let known = |entry: &&(u64, Entry)| matches!(entry.1, Entry::Known(_));
+        self.0.read().entries.iter().filter(known).nth(1).is_some()
+    }
+
     /// Streams in use.
     pub(crate) fn all(&self) -> Vec<Stream> {
         let state = self.0.read();

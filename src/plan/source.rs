@@ -30,6 +30,8 @@ pub(crate) struct Terms {
     pub(crate) passed: u32,
     /// Idle memory of this age or older moves before new memory is created.
     pub(crate) stale: Option<u32>,
+    /// Other streams want memory too: what only this one may take yet goes first.
+    pub(crate) shared: bool,
 }
 
 /// Whole idle handles of a segment that the claim may take, without those behind `keep`; none of a capture
@@ -53,7 +55,7 @@ pub(crate) fn idle_handles(
     keep: Range<u32>,
 ) -> Vec<Victim> {
     let mut found = Vec::new();
-    for id in segment.free_nodes(UNITS_PER_GRANULE, claim) {
+    for id in segment.free_nodes(UNITS_PER_GRANULE) {
         let node = &segment.nodes[id];
         debug_assert_eq!(node.kind, Kind::Free);
         let idle = granule_ceil(node.start)..granule_floor(node.end());
@@ -68,7 +70,12 @@ pub(crate) fn idle_handles(
             granule = range.end;
             let whole = range.start >= idle.start && range.end <= idle.end;
             let kept = range.start < keep.end && keep.start < range.end;
-            if whole && !kept && !physical.pinned.any(range.clone()) {
+            if !whole || kept || physical.pinned.any(range.clone()) {
+                continue;
+            }
+            // A part of a block that may not be taken may have passed all the same.
+            let epoch = segment.last_use(id, range.clone());
+            if claim.may_take(node) || epoch <= claim.horizon {
                 found.push(Victim {
                     handle: page.handle,
                     granules: handle.granules,
@@ -76,7 +83,7 @@ pub(crate) fn idle_handles(
                     segment: index,
                     node: id,
                     age: node.age,
-                    epoch: node.epoch,
+                    epoch,
                     releasable: handle.zombies == 0,
                 });
             }
@@ -121,7 +128,9 @@ pub(crate) fn supply(
         }
         out.drop_cached = drop_cached;
         if need > 0 {
-            budget += gather(victims, need, terms, &mut runs, &mut out)?;
+            let freed = gather(victims, need, terms, &mut runs, &mut out)
+                .or_else(|| overhang(victims, need, placement.room, terms, &mut runs, &mut out));
+            budget += freed?;
         }
         if runs.missing() > budget {
             return None;
@@ -163,7 +172,10 @@ fn gather(victims: &[Victim], need: u64, terms: Terms, runs: &mut Runs, out: &mu
     let releasable = |victim: &Victim| terms.rechunk && victim.releasable && victim.epoch <= terms.passed;
     let mut left: Vec<&Victim> = victims.iter().filter(|victim| terms.moves || releasable(victim)).collect();
     // The order is total, so that equal runs plan alike.
-    left.sort_unstable_by_key(|v| (Reverse(u64::from(v.granules).min(need)), v.age, v.segment, v.home));
+    left.sort_unstable_by_key(|v| {
+        let others = terms.shared && v.epoch <= terms.passed;
+        (Reverse(u64::from(v.granules).min(need)), others, v.age, v.segment, v.home)
+    });
     loop {
         let mut taken: Vec<&Victim> = Vec::new();
         let mut sum = 0;
@@ -202,6 +214,20 @@ fn gather(victims: &[Victim], need: u64, terms: Terms, runs: &mut Runs, out: &mu
     }
 }
 
+/// As [`gather`], where handles that may not be released fit nowhere as they are: up to `room` granules after the
+/// last run may be backed too, so that the last handle hangs over the block's end and its rest is free memory there.
+fn overhang(victims: &[Victim], need: u64, room: u32, terms: Terms, runs: &mut Runs, out: &mut Supply) -> Option<u64> {
+    let mut longer = runs.clone();
+    let last = longer.0.last_mut()?;
+    let end = last.end;
+    last.end += room;
+    let freed = gather(victims, need, terms, &mut longer, out)?;
+    let last = longer.0.last_mut()?;
+    last.end = end.max(last.start);
+    *runs = longer;
+    Some(freed)
+}
+
 /// What is missing still: runs of granules.
 #[derive(Debug, Clone)]
 struct Runs(Vec<Range<u32>>);
@@ -234,7 +260,7 @@ mod tests {
     }
 
     const TERMS: Terms =
-        Terms { budget: 0, handle_max: 32, moves: true, rechunk: true, step: 1, passed: 0, stale: None };
+        Terms { budget: 0, handle_max: 32, moves: true, rechunk: true, step: 1, passed: 0, stale: None, shared: false };
 
     fn created(supply: &Supply) -> Vec<u32> {
         supply.fills.iter().filter(|fill| fill.source == Source::Create).map(|fill| fill.granules).collect()
@@ -287,7 +313,7 @@ mod tests {
     fn rechunks_only_passed_handles() {
         let mut big = victim(3, 16, 1);
         big.epoch = 5;
-        let place = placement(0..2);
+        let place = Placement { room: 0, ..placement(0..2) };
         assert_eq!(supply(&place, std::iter::empty(), &[big], Terms { passed: 4, ..TERMS }), None);
         let supply = supply(&place, std::iter::empty(), &[big], Terms { passed: 5, ..TERMS }).unwrap();
         assert_eq!(supply.release, [big]);
@@ -301,6 +327,30 @@ mod tests {
         let list = [big, victim(1, 1, 7), victim(2, 1, 8)];
         let supply = supply(&placement(0..2), std::iter::empty(), &list, TERMS).unwrap();
         assert_eq!((moved(&supply), supply.release.len()), (vec![1, 2], 0));
+    }
+
+    #[test]
+    fn memory_that_no_other_stream_may_take_yet_goes_first_where_there_are_others() {
+        let list = [victim(1, 4, 1), Victim { epoch: 5, ..victim(2, 4, 9) }];
+        let first = |shared| {
+            let terms = Terms { passed: 4, shared, ..TERMS };
+            moved(&supply(&placement(0..4), std::iter::empty(), &list, terms).unwrap())
+        };
+        assert_eq!((first(false), first(true)), (vec![1], vec![2]));
+    }
+
+    #[test]
+    fn a_handle_that_may_not_be_released_hangs_over_the_end_where_nothing_fits() {
+        let list = [Victim { epoch: 5, ..victim(1, 8, 0) }, Victim { epoch: 5, ..victim(2, 4, 0) }];
+        let terms = Terms { passed: 4, ..TERMS };
+        let plan = |room| {
+            let place = Placement { room, ..placement(0..10) };
+            supply(&place, std::iter::empty(), &list, terms)
+        };
+        assert_eq!(plan(1), None);
+        let supply = plan(2).unwrap();
+        let fills: Vec<_> = supply.fills.iter().map(|fill| (fill.at, fill.granules)).collect();
+        assert_eq!((fills, created(&supply)), (vec![(0, 8), (8, 4)], vec![]));
     }
 
     #[test]

@@ -11,6 +11,7 @@ pub(crate) mod nodes;
 
 use crate::edges::Edges;
 use crate::units::{UNITS_PER_GRANULE, granule_ceil, granule_floor};
+use crate::used::Used;
 use bins::Bins;
 use nodes::{Kind, NIL, Node, NodeId, Nodes};
 use std::ops::Range;
@@ -76,6 +77,8 @@ pub(crate) struct Segment {
     heads: Vec<NodeId>,
     /// Large segments share theirs.
     pub(crate) history: Arc<History>,
+    /// Of large segments: when each granule was last used.
+    used: Option<Arc<Used>>,
     /// Units in free nodes.
     free_units: u64,
     /// Units freed since an epoch was closed.
@@ -87,8 +90,9 @@ pub(crate) struct Segment {
 }
 
 impl Segment {
-    pub(crate) fn new(history: Arc<History>) -> Self {
-        Self { history, ..Self::default() }
+    /// A large segment, with what it shares with the others.
+    pub(crate) fn large(history: Arc<History>, used: Arc<Used>) -> Self {
+        Self { history, used: Some(used), ..Self::default() }
     }
 
     /// Notes a block of `len` units that came into being.
@@ -213,6 +217,9 @@ impl Segment {
         node.age = clock;
         node.has_uses = false;
         self.freed_units += u64::from(node.len);
+        if let Some(used) = &self.used {
+            used.note(granule_floor(node.start)..granule_ceil(node.end()), stamp.epoch);
+        }
         self.coalesce(id, passed)
     }
 
@@ -365,13 +372,15 @@ impl Segment {
         }
     }
 
-    /// Free nodes of at least `len` units that the claim may take.
-    pub(crate) fn free_nodes(&self, len: u32, claim: Claim) -> impl Iterator<Item = NodeId> + '_ {
-        self.bins
-            .iter()
-            .flatten()
-            .flat_map(move |bins| bins.at_least(&self.nodes, len))
-            .filter(move |id| claim.may_take(&self.nodes[*id]))
+    /// Free nodes of at least `len` units, whoever may take them.
+    pub(crate) fn free_nodes(&self, len: u32) -> impl Iterator<Item = NodeId> + '_ {
+        self.bins.iter().flatten().flat_map(move |bins| bins.at_least(&self.nodes, len))
+    }
+
+    /// Epoch of the last use of some granules of a free node: its stamp, or less where more is known.
+    pub(crate) fn last_use(&self, id: NodeId, granules: Range<u32>) -> u32 {
+        let epoch = self.nodes[id].epoch;
+        self.used.as_ref().map_or(epoch, |used| used.latest(granules).min(epoch))
     }
 
     /// What shares granules with live blocks, for statistics. A walk.

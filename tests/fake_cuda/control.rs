@@ -123,6 +123,8 @@ impl Control {
     controls! {
         /// Lets the turn-th call from now fail (0: none).
         fn fail_at(turn: u64, code: u32) = b"fake_fail_at\0";
+        /// Lets every call fail from now on (0: none).
+        fn break_all(code: u32) = b"fake_break\0";
         /// Has no call failed yet since `fail_at`?
         fn fail_pending() -> bool = b"fake_fail_pending\0";
         fn count(what: u32) -> u64 = b"fake_count\0";

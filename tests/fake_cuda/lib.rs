@@ -385,6 +385,12 @@ pub extern "C" fn fake_fail_at(turn: u64, code: u32) {
     lock().fail = (turn > 0).then_some((turn, code));
 }
 
+/// Lets every driver call fail with `code` from now on (0: none).
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_break(code: u32) {
+    lock().broken = code;
+}
+
 /// Is the failure that was asked for still to come?
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_fail_pending() -> bool {

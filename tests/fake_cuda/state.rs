@@ -56,6 +56,8 @@ pub(crate) struct State {
     pub(crate) log: Vec<String>,
     /// Calls until one fails (1: the next), and with what.
     pub(crate) fail: Option<(u64, Code)>,
+    /// What every call fails with from now on, as after a kernel's fault; 0: nothing.
+    pub(crate) broken: Code,
     /// Retain counts of the primary contexts, by device.
     pub(crate) retained: Vec<u32>,
     pub(crate) memory: Vec<u64>,
@@ -173,6 +175,9 @@ pub(crate) fn call(
 
 impl State {
     fn turn(&mut self) -> Result<(), Code> {
+        if self.broken != 0 {
+            return Err(self.broken);
+        }
         let Some((left, code)) = self.fail else { return Ok(()) };
         self.fail = (left > 1).then_some((left - 1, code));
         if left == 1 { Err(code) } else { Ok(()) }

@@ -328,6 +328,19 @@ impl Backend for CudaBackend {
         unsafe { self.api().release(handle.0) }
     }
 
+    /// The legacy stream waits for the own streams of all threads.
+    fn of_all_threads(&self, stream: StreamId) -> StreamId {
+        if self.resolve(stream) == STREAM_PER_THREAD { StreamId(STREAM_LEGACY) } else { stream }
+    }
+
+    fn retired(&self, stream: StreamId) {
+        let stream = self.resolve(stream);
+        // Those of the driver are never destroyed.
+        if stream > STREAM_PER_THREAD {
+            self.identities.forget(stream);
+        }
+    }
+
     /// The default stream and each thread's own have identities of this backend; others have the
     /// driver's, or where it has none their handle. A stream that captures is not asked for its
     /// identity, which would invalidate the capture: it has the one it had when last asked, so it should
@@ -347,9 +360,10 @@ impl Backend for CudaBackend {
                 }
                 // SAFETY: as above; a stream that is dead says so here.
                 match unsafe { self.api().stream_id(other) } {
-                    None => Ok(other),
+                    None => Ok(self.identities.numbered(other)),
                     Some(Ok(id)) => Ok(self.identities.note(other, id)),
-                    Some(Err(error)) => Err(Error::DeadStream { stream: other, why: error.reason }),
+                    Some(Err((true, error))) => Err(Error::DeadStream { stream: other, why: error.reason }),
+                    Some(Err((false, error))) => Err(error.into()),
                 }
             }
         }
@@ -475,8 +489,8 @@ impl Backend for CudaBackend {
 
 impl Drop for CudaBackend {
     fn drop(&mut self) {
-        // Without a context the driver is shutting down, and the events go with it.
-        if let Ok(_entered) = self.primary.enter(true) {
+        // Refused twice, the driver is shutting down, and the events go with it.
+        if let Ok(_entered) = self.primary.enter(true).or_else(|_| self.primary.enter(true)) {
             self.waiters.clear(self.primary.api());
             self.events.clear(self.primary.api());
         }

@@ -19,8 +19,11 @@ use std::time::Duration;
 /// Streams that can exist at once.
 const SLOTS: usize = 1024;
 
-/// Key of a slot without a stream.
-const NO_STREAM: u64 = u64::MAX;
+/// Key of a slot whose stream was destroyed, and of one that never had a stream.
+const DESTROYED: u64 = u64::MAX;
+const NEVER: u64 = u64::MAX - 1;
+/// Marks the keys of streams that a program only names: they have no work, so there is nothing to wait for.
+const NAMED: u64 = 1 << 63;
 
 /// Who runs the work.
 #[derive(Debug)]
@@ -65,7 +68,7 @@ fn failed(reason: impl Into<String>) -> DriverError {
 impl Workers {
     pub(super) fn new() -> Self {
         let workers = Self {
-            keys: (0..SLOTS).map(|_| AtomicU64::new(NO_STREAM)).collect(),
+            keys: (0..SLOTS).map(|_| AtomicU64::new(NEVER)).collect(),
             list: Mutex::default(),
             events: Mutex::default(),
             fault: Arc::default(),
@@ -95,6 +98,21 @@ impl Workers {
         worker.ok_or_else(|| format!("stream {} does not exist or was destroyed", stream.0))
     }
 
+    /// The key of a stream, unless it was destroyed.
+    fn key(&self, stream: StreamId) -> Option<u64> {
+        let slot = usize::try_from(stream.0).ok().and_then(|slot| self.keys.get(slot));
+        match slot.map_or(NEVER, |key| key.load(Ordering::Acquire)) {
+            DESTROYED => None,
+            NEVER => Some(NAMED | stream.0),
+            key => Some(key),
+        }
+    }
+
+    /// Is this a stream that was never created here?
+    fn is_only_named(&self, stream: StreamId) -> bool {
+        self.key(stream).is_some_and(|key| key & NAMED != 0)
+    }
+
     fn healthy(&self) -> Result<(), DriverError> {
         self.fault.get().map_or(Ok(()), |fault| Err(failed(fault.clone())))
     }
@@ -111,6 +129,7 @@ impl Workers {
         // Held by this call until every marker is placed, so that it cannot be raised before.
         let signal = Arc::new(Signal::held());
         match scope {
+            EventScope::Stream(stream) if self.is_only_named(stream) => {}
             EventScope::Stream(stream) => self.find(stream).map_err(failed)?.mark(&signal),
             EventScope::Context => {
                 let mut list = self.list.lock();
@@ -149,7 +168,7 @@ impl Streams {
         let (Some(slot), Some(worker)) = (slot, worker) else {
             return Err(failed(format!("stream {} does not exist or was destroyed", stream.0)));
         };
-        workers.keys[slot].store(NO_STREAM, Ordering::Release);
+        workers.keys[slot].store(DESTROYED, Ordering::Release);
         worker.close();
         list.draining.push(worker);
         Ok(())
@@ -164,13 +183,7 @@ impl Streams {
 
     pub(super) fn key(&self, stream: StreamId) -> Result<u64, Error> {
         let Self::Workers(workers) = self else { return Ok(stream.0) };
-        let key = usize::try_from(stream.0).ok().and_then(|slot| workers.keys.get(slot));
-        match key.map_or(NO_STREAM, |key| key.load(Ordering::Acquire)) {
-            NO_STREAM => {
-                Err(Error::DeadStream { stream: stream.0, why: "it does not exist or was destroyed".to_owned() })
-            }
-            key => Ok(key),
-        }
+        workers.key(stream).ok_or_else(|| Error::DeadStream { stream: stream.0, why: "it was destroyed".to_owned() })
     }
 
     pub(super) fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
@@ -212,6 +225,9 @@ impl Streams {
             }
             Self::Workers(workers) => {
                 let signal = workers.signal(event)?;
+                if workers.is_only_named(stream) {
+                    return Ok(());
+                }
                 workers.find(stream).map_err(failed)?.hold_for(signal).map_err(failed)
             }
         }

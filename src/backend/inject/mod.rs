@@ -298,6 +298,14 @@ impl Backend for InjectBackend {
         self.mapped(to)
     }
 
+    fn of_all_threads(&self, stream: StreamId) -> StreamId {
+        self.inner.of_all_threads(stream)
+    }
+
+    fn retired(&self, stream: StreamId) {
+        self.inner.retired(stream);
+    }
+
     fn stream_key(&self, stream: StreamId) -> Result<u64, Error> {
         self.inner.stream_key(stream)
     }

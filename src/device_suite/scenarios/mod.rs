@@ -72,7 +72,7 @@ fn spin(suite: &Suite, stream: StreamId, milliseconds: u64) -> Result<(), Error>
 }
 
 /// Later work of `stream` comes after the work queued so far on `other`, as programs order a use elsewhere.
-fn order(suite: &Suite, stream: StreamId, other: StreamId) -> Result<(), Error> {
+pub(crate) fn order(suite: &Suite, stream: StreamId, other: StreamId) -> Result<(), Error> {
     let event = suite.backend.record(EventScope::Stream(other))?;
     let waits = suite.backend.stream_wait(stream, &event);
     suite.backend.recycle(event);
@@ -80,6 +80,6 @@ fn order(suite: &Suite, stream: StreamId, other: StreamId) -> Result<(), Error> 
 }
 
 /// `cudarc`'s error asks the driver for a text when it is formatted; its code does not.
-fn refused(error: cudarc::driver::DriverError) -> Error {
+pub(crate) fn refused(error: cudarc::driver::DriverError) -> Error {
     DriverError::new(DriverCall::Other, format!("{:?}", error.0)).into()
 }

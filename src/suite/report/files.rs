@@ -10,7 +10,29 @@ use std::path::{Path, PathBuf};
 /// Names of the files, the page first.
 pub(crate) const NAMES: [&str; 3] = ["report.html", "report.json", "rows.csv"];
 
-/// Writes all files into `folder`, which is made if it is not there; their paths.
+/// Makes `folder` if it is not there, and sees whether a report can be written there.
+///
+/// # Errors
+/// What the system refuses.
+pub(crate) fn prepare(folder: &Path) -> io::Result<()> {
+    std::fs::create_dir_all(folder)?;
+    if let Some(name) = NAMES.iter().find(|name| folder.join(name).is_dir()) {
+        return Err(io::Error::other(format!("{name} is a folder there")));
+    }
+    for name in NAMES {
+        std::fs::write(part(folder, name), "")?;
+        std::fs::remove_file(part(folder, name))?;
+    }
+    Ok(())
+}
+
+/// Where a file is written before it takes its place.
+fn part(folder: &Path, name: &str) -> PathBuf {
+    folder.join(format!("{name}.part"))
+}
+
+/// Writes all files into `folder`, which is made if it is not there; their paths. Until all are written, those of a
+/// run before stay as they are.
 ///
 /// # Errors
 /// What the system refuses.
@@ -19,8 +41,11 @@ pub(crate) fn write(report: &Report, folder: &Path) -> io::Result<Vec<PathBuf>> 
     let contents = [html::page(report).map_err(io::Error::other)?, json(report)?, csv(report)?];
     let mut paths = Vec::new();
     for (name, content) in NAMES.iter().zip(contents) {
+        std::fs::write(part(folder, name), content)?;
+    }
+    for name in NAMES {
         let path = folder.join(name);
-        std::fs::write(&path, content)?;
+        std::fs::rename(part(folder, name), &path)?;
         paths.push(path);
     }
     Ok(paths)

@@ -6,7 +6,7 @@ mod not_best;
 mod plots;
 mod terminal;
 
-pub(crate) use files::write;
+pub(crate) use files::{prepare, write};
 pub(crate) use terminal::text;
 
 use super::moving::Moving;

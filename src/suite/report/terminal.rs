@@ -155,7 +155,9 @@ pub(super) fn summary(report: &Report) -> Table {
             }
         };
         let completed = own.iter().filter(|row| row.limited.completed).count();
-        let driver: f64 = own.iter().filter_map(|row| Quantity::Driver.of(row)).sum();
+        let driver: Vec<f64> = own.iter().filter_map(|row| Quantity::Driver.of(row)).collect();
+        // Nothing completed has no driver time, which is not the same as none.
+        let driver = if driver.is_empty() { "–".to_owned() } else { format!("{:.0}", driver.iter().sum::<f64>()) };
         let waits: u64 = own.iter().map(|row| row.limited.host_waits).sum();
         lines.push((
             std::cmp::Reverse((completed, best(Quantity::Least))),
@@ -166,7 +168,7 @@ pub(super) fn summary(report: &Report) -> Table {
                 best(Quantity::Driver).to_string(),
                 mean(Quantity::Least),
                 mean(Quantity::Reserved),
-                format!("{driver:.0}"),
+                driver,
                 waits.to_string(),
             ],
         ));

@@ -354,16 +354,19 @@ impl Api {
         }
     }
 
-    /// The driver's identity of a stream; `None` where the driver has none to give.
+    /// The driver's identity of a stream; `None` where the driver has none to give. An error comes with whether it
+    /// says that there is no such stream.
     ///
     /// # Safety
     /// `stream` exists.
-    pub(crate) unsafe fn stream_id(&self, stream: u64) -> Option<Result<u64, DriverError>> {
+    pub(crate) unsafe fn stream_id(&self, stream: u64) -> Option<Result<u64, (bool, DriverError)>> {
         let of = self.stream_id?;
         let mut id = 0;
         // SAFETY: the stream is the caller's; writes one number.
         let code = unsafe { of(handle(stream), &raw mut id) };
-        Some(check_code(DriverCall::Other, "cuStreamGetId", code).map(|()| id))
+        // Invalid value, context or handle; all others are failures of the device or of earlier work.
+        let dead = matches!(code, 1 | 201 | 400);
+        Some(check_code(DriverCall::Other, "cuStreamGetId", code).map(|()| id).map_err(|error| (dead, error)))
     }
 
     /// Is all work of the stream done?

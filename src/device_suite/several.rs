@@ -1,0 +1,235 @@
+//! Several GPUs of one host: access for peers, a heap on each device, and copies between them.
+
+use super::memory::{Handles, Reservation};
+use super::report::{Section, Table};
+use super::scenarios::refused;
+use super::{Suite, median, micros, timed};
+use cudarc::driver::{CudaContext, result};
+use std::sync::Arc;
+use xseg::backend::cuda::memory::Kernels;
+use xseg::backend::cuda::{CudaBackend, CudaOptions};
+use xseg::backend::{Backend, StreamId};
+use xseg::units::{MIB, human};
+use xseg::{Allocation, Error, Heap};
+
+/// A device with kernels and a stream.
+struct Device {
+    backend: Arc<CudaBackend>,
+    kernels: Kernels,
+    stream: StreamId,
+}
+
+impl Device {
+    fn open(index: u32, peers: &[u32]) -> Result<Self, Error> {
+        let backend = Arc::new(CudaBackend::open(index, &CudaOptions { peers: peers.to_vec(), ..Default::default() })?);
+        let kernels = Kernels::load(backend.clone())?;
+        let stream = backend.create_stream()?;
+        Ok(Self { backend, kernels, stream })
+    }
+
+    fn heap(&self, conf: &str) -> Result<Heap, Error> {
+        Heap::builder().conf(conf)?.backend(self.backend.clone()).build()
+    }
+
+    fn fill(&self, block: &Allocation, seed: u32) -> Result<(), Error> {
+        // SAFETY: a live block that this device can reach; the callers wait between devices.
+        Ok(unsafe { self.kernels.fill(self.stream, block.address(), block.len() / 4, seed) }?)
+    }
+
+    /// Wrong words of a block, seen from this device; everything queued on it is done then.
+    fn wrong(&self, block: &Allocation, seed: u32) -> Result<u64, Error> {
+        // SAFETY: as above.
+        unsafe { self.kernels.check(self.stream, block.address(), block.len() / 4, seed) }?;
+        Ok(self.kernels.mismatches()?.count)
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // SAFETY: created by `open`; the driver ends it when its work is done.
+        let _ = unsafe { self.backend.destroy_stream(self.stream) };
+    }
+}
+
+/// Runs the section; on a machine with one GPU it says so.
+///
+/// # Errors
+/// When the driver refuses a call.
+pub(crate) fn run(suite: &Suite) -> Result<Section, Error> {
+    let mut section = Section::default();
+    let own = suite.backend.device();
+    let others: Vec<u32> = suite.driver.devices.iter().map(|info| info.index).filter(|index| *index != own).collect();
+    let Some(&other) = others.first() else {
+        section.text.push("Skipped: the driver shows one device.".into());
+        return Ok(section);
+    };
+    let (here, there) = (Device::open(own, &[other])?, Device::open(other, &[])?);
+    section.check(
+        &format!("device {other} can be given access to memory of device {own}"),
+        format!("{:?}", here.backend.peers()),
+        here.backend.peers() == [other],
+    );
+    peer_access(&here, &there, &mut section)?;
+    wrong_device(&here, &there, &mut section)?;
+    copies(&here, &there, &mut section)?;
+    cost(suite, &others, &mut section)?;
+    Ok(section)
+}
+
+/// Blocks of one device are used by another's kernels, also after their memory has moved.
+fn peer_access(here: &Device, there: &Device, section: &mut Section) -> Result<(), Error> {
+    const PART: u64 = 64 * MIB;
+    let heap = here.heap(&format!("limit:{}", 6 * PART))?;
+    let mut parts = Vec::new();
+    for _ in 0..6 {
+        parts.push(heap.alloc(PART, here.stream)?);
+    }
+    here.fill(&parts[1], 1)?;
+    here.backend.quiesce()?;
+    let read = there.wrong(&parts[1], 1)?;
+    section.check("kernels of a peer read what the owner wrote", format!("{read} wrong words"), read == 0);
+    there.fill(&parts[1], 2)?;
+    there.backend.quiesce()?;
+    let written = here.wrong(&parts[1], 2)?;
+    section.check("kernels of the owner read what a peer wrote", format!("{written} wrong words"), written == 0);
+    // Every other one goes; what is asked for then lies on moved memory.
+    let kept: Vec<Allocation> =
+        parts.into_iter().enumerate().filter(|(index, _)| index % 2 == 1).map(|p| p.1).collect();
+    let joined = heap.alloc(3 * PART, here.stream)?;
+    here.fill(&joined, 3)?;
+    here.backend.quiesce()?;
+    let (wrong, kept_wrong, stats) = (there.wrong(&joined, 3)?, there.wrong(&kept[0], 2)?, heap.stats());
+    section.check(
+        "a peer reads memory that was moved, and what lies beside it",
+        format!("{wrong} and {kept_wrong} wrong words, {} moved", human(stats.bytes_moved)),
+        wrong == 0 && kept_wrong == 0 && stats.bytes_moved == 3 * PART,
+    );
+    Ok(())
+}
+
+/// A heap on each device, each used and trimmed while the other device is current, with work queued.
+fn wrong_device(here: &Device, there: &Device, section: &mut Section) -> Result<(), Error> {
+    let run = |device: &Device, current: &Arc<CudaContext>| -> Result<(u64, u64, bool), Error> {
+        current.bind_to_thread().map_err(refused)?;
+        let before = result::ctx::get_current().map_err(refused)?;
+        let heap = device.heap("limit:600MiB")?;
+        let (mut wrong, mut kept) = (0, true);
+        for round in 0..20u32 {
+            let blocks = [heap.alloc(200 * MIB, device.stream)?, heap.alloc(130 * MIB, device.stream)?];
+            // SAFETY: a stream of this device; the kernel touches no memory.
+            unsafe { device.kernels.spin(device.stream, 2_000_000) }?;
+            for block in &blocks {
+                device.fill(block, round)?;
+                // SAFETY: a live block; its stream has filled it before.
+                unsafe { device.kernels.check(device.stream, block.address(), block.len() / 4, round) }?;
+            }
+            drop(blocks);
+            heap.trim();
+            if round % 5 == 4 {
+                // Everything is done then, so that this trim has something to give back.
+                wrong += device.kernels.mismatches()?.count;
+                heap.trim();
+            }
+            kept &= result::ctx::get_current().map_err(refused)? == before;
+        }
+        Ok((wrong, heap.stats().bytes_trimmed, kept && heap.check().is_ok()))
+    };
+    for (device, current) in [(here, there), (there, here)] {
+        let context = CudaContext::new(current.backend.device() as usize).map_err(refused)?;
+        let name = format!(
+            "device {}'s heap with device {} current, trimmed under queued kernels",
+            device.backend.device(),
+            current.backend.device()
+        );
+        // A thread of its own, so that this one's context stays as it is.
+        let done = std::thread::scope(|scope| {
+            let joined = scope.spawn(|| run(device, &context)).join();
+            joined.map_err(|_| Error::InvalidArgument("a thread panicked".into()))?
+        });
+        let (wrong, trimmed, sound) = done?;
+        let found = format!("{wrong} wrong words, {} trimmed, the current device is left: {sound}", human(trimmed));
+        section.check(&name, found, wrong == 0 && sound && trimmed > 0);
+    }
+    Ok(())
+}
+
+/// Copies from one device's heap to the other's, where the target may be reached and where it may not.
+fn copies(here: &Device, there: &Device, section: &mut Section) -> Result<(), Error> {
+    const BYTES: u64 = 256 * MIB;
+    let mut table = Table::new(&["from device", "to device", "source's peers", "GB/s", "wrong words"]);
+    for (from, to) in [(here, there), (there, here)] {
+        let (source_heap, target_heap) = (from.heap("")?, to.heap("")?);
+        let (source, target) = (source_heap.alloc(BYTES, from.stream)?, target_heap.alloc(BYTES, to.stream)?);
+        let seed = 70 + from.backend.device();
+        from.fill(&source, seed)?;
+        from.backend.quiesce()?;
+        let contexts = [from, to].map(|device| CudaContext::new(device.backend.device() as usize));
+        let [from_context, to_context] = contexts;
+        let (from_context, to_context) = (from_context.map_err(refused)?, to_context.map_err(refused)?);
+        from_context.bind_to_thread().map_err(refused)?;
+        let mut times = Vec::new();
+        for _ in 0..5 {
+            let ((), took) = timed(|| {
+                // SAFETY: live blocks of this length in the contexts named; the device is waited for below.
+                let copied = unsafe {
+                    cudarc::driver::sys::cuMemcpyPeer(
+                        target.address(),
+                        to_context.cu_ctx(),
+                        source.address(),
+                        from_context.cu_ctx(),
+                        BYTES as usize,
+                    )
+                };
+                copied.result().map_err(refused)?;
+                Ok::<_, Error>(from.backend.quiesce()?)
+            })?;
+            times.push(micros(took));
+        }
+        to.backend.quiesce()?;
+        let wrong = to.wrong(&target, seed)?;
+        let rate = BYTES as f64 / median(&mut times) / 1e3;
+        let peers = format!("{:?}", from.backend.peers());
+        let (from, to) = (u64::from(from.backend.device()), u64::from(to.backend.device()));
+        table.row([from.into(), to.into(), peers.as_str().into(), rate.into(), wrong.into()]);
+        section.check(
+            &format!("a copy from device {from} to device {to} arrives"),
+            format!("{wrong} wrong words"),
+            wrong == 0,
+        );
+    }
+    section.tables.push(table);
+    Ok(())
+}
+
+/// What access for peers costs when memory is mapped.
+fn cost(suite: &Suite, others: &[u32], section: &mut Section) -> Result<(), Error> {
+    const SIZE: u64 = 16 * MIB;
+    let count = suite.choose(400, 50) as usize;
+    let mut table = Table::new(&["peers with access", "handles of 16 MiB", "map µs", "set_access µs", "unmap µs"]);
+    for peers in 0..=others.len() {
+        let options = CudaOptions { peers: others[..peers].to_vec(), ..Default::default() };
+        let backend = Arc::new(CudaBackend::open(suite.backend.device(), &options)?);
+        let room = Reservation::new(suite, count as u64 * SIZE)?;
+        let handles = Handles::new(suite, SIZE, count)?;
+        let mut calls: [Vec<f64>; 3] = Default::default();
+        for (index, handle) in handles.all.iter().enumerate() {
+            let at = room.address + index as u64 * SIZE;
+            // SAFETY: inside the reservation, whole handles, each mapped once and unmapped below.
+            let ((), took) = timed(|| unsafe { backend.map(at, *handle, SIZE) })?;
+            calls[0].push(micros(took));
+            // SAFETY: mapped just now.
+            let ((), took) = timed(|| unsafe { backend.set_access(at, SIZE) })?;
+            calls[1].push(micros(took));
+        }
+        for index in 0..handles.all.len() {
+            let at = room.address + index as u64 * SIZE;
+            // SAFETY: mapped above; no work uses it.
+            let ((), took) = timed(|| unsafe { backend.unmap(at, SIZE) })?;
+            calls[2].push(micros(took));
+        }
+        let medians = calls.each_mut().map(|values| median(values).into());
+        table.row([(peers as u64).into(), (count as u64).into()].into_iter().chain(medians));
+    }
+    section.tables.push(table);
+    Ok(())
+}
