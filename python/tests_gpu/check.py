@@ -351,10 +351,6 @@ def live_at_exit() -> Any:
     return "left alive"
 
 
-def rows(index: int) -> int:
-    return index
-
-
 class Rows:
     def __len__(self) -> int:
         return 64
