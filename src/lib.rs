@@ -39,6 +39,8 @@ mod epoch;
 pub mod error;
 mod heap;
 mod lookup;
+#[cfg(feature = "cli")]
+pub mod peers;
 mod physical;
 mod plan;
 mod policy;

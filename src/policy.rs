@@ -53,6 +53,7 @@ mod tests {
         let gib = 512;
         let size = |limit, headroom, churn| handle_size(limit, headroom, 32, churn);
         assert_eq!(size(24 * gib, 24 * gib, (100, 0)), 32);
+        assert_eq!(size(24 * gib, 24 * gib, (100, 33)), 32);
         assert_eq!(size(24 * gib, 24 * gib, (100, 34)), 16);
         assert_eq!(size(u64::MAX / 4, u64::MAX / 4, (100, 90)), 32);
         assert_eq!(size(1600, 1600, (100, 90)), 1);

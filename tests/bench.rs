@@ -30,6 +30,36 @@ fn report(folder: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(folder.join("report.json")).unwrap()).unwrap()
 }
 
+/// The figures of a run on an H200, beside models of the same names on the same trace.
+#[test]
+fn real_allocators_stand_beside_their_models() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let recorded = root.join("tests/data/peers.jsonl");
+    let trace = root.join("traces/gpt2.trace.xz");
+    let folder = tempfile::tempdir().unwrap();
+    let args =
+        [trace.to_str().unwrap(), "--quick", "--allocator", "xseg,torch-native", "--skip", "moving,classic,least"];
+    let out = folder.path().to_str().unwrap();
+    let done = bench(&[&args[..], &["--out", out, "--peers", recorded.to_str().unwrap()]].concat());
+    assert_eq!(done.status.code(), Some(0), "{}", text(&done.stderr));
+    let shown = text(&done.stdout);
+    for part in
+        ["Real allocators on a GPU", "real:torch-expandable", "PyTorch 2.11.0", "left out: real allocators on moe"]
+    {
+        assert!(shown.contains(part), "{part} in\n{shown}");
+    }
+    let report = report(folder.path());
+    let tables = report["tables"].as_array().unwrap();
+    let table = tables.iter().find(|table| table["title"].as_str().unwrap().starts_with("Real allocators")).unwrap();
+    let row = table["rows"].as_array().unwrap().iter().find(|row| row[1] == "real:torch-native").unwrap();
+    assert_eq!([&row[2], &row[3], &row[4]], ["23.558", "24.506", "24.506"], "the model reserves what the real one did");
+
+    let none = bench(&[&args[..], &["--out", out, "--peers", "no/such/program"]].concat());
+    let said = text(&none.stderr);
+    assert_eq!(none.status.code(), Some(2), "{said}");
+    assert!(said.contains("benches/peers/run.sh"), "it says how to get it: {said}");
+}
+
 #[test]
 fn a_trace_of_ones_own_is_compared_in_one_command() {
     let folder = tempfile::tempdir().unwrap();

@@ -100,6 +100,90 @@ fn without_a_device_it_says_so() {
     assert!(text(&done.stderr).contains("the cuda backend is not available: the CUDA driver has no cuMemMap"));
 }
 
+/// A program in the place of `benches/peers`: it says what a real one said on an H200, and one allocator fails.
+fn other_allocators(folder: &Path) -> std::path::PathBuf {
+    use std::os::unix::fs::PermissionsExt;
+    let lines = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/peers.jsonl");
+    let script = format!(
+        r#"#!/bin/sh
+said() {{ grep "\"allocator\": \"$2\"" '{}' | grep -E "\"kind\": \"($1)\""; }}
+case "$1" in
+    list) echo torch-native; echo torch-expandable; echo rmm-pool;;
+    pairs) said 'program|pairs' "$3";;
+    replay)
+        for last; do :; done
+        grep -q '^a,0,' "$last" || exit 3
+        said 'program|replay|least|skipped' "$3";;
+esac
+if [ "$3" = rmm-pool ]; then echo 'peers: no such luck' >&2; exit 1; fi
+"#,
+        lines.display()
+    );
+    let path = folder.join("peers");
+    std::fs::write(&path, script).unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+#[test]
+fn other_allocators_stand_beside_the_heap() {
+    let driver = control::folder(&[]);
+    let folder = tempfile::tempdir().unwrap();
+    let program = other_allocators(folder.path());
+    let out = folder.path().join("out");
+    let arguments = ["--quick", "--only", "pairs,peers", "--traces", "gpt2", "--report", "peers", "--no-least"];
+    let named = ["--peers", program.to_str().unwrap(), "--out", out.to_str().unwrap()];
+    let done = suite(driver.path(), &[&arguments[..], &named[..]].concat());
+    assert_eq!(done.status.code(), Some(1), "{}", text(&done.stderr));
+    let files: Vec<_> = std::fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().path()).collect();
+    assert!(files.iter().all(|file| file.file_name().unwrap().to_str().unwrap().starts_with("peers-")), "{files:?}");
+    let json = files.iter().find(|path| path.extension().is_some_and(|found| found == "json")).unwrap();
+    let report: Value = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
+    let [pairs, replays] = [&report["sections"][0], &report["sections"][1]];
+
+    let columns: Vec<&str> =
+        pairs["tables"][0]["columns"].as_array().unwrap().iter().map(|c| c.as_str().unwrap()).collect();
+    assert_eq!(columns, ["operation", "xseg ns, median", "torch-native ns, median", "torch-native / xseg"]);
+    let rows = pairs["tables"][0]["rows"].as_array().unwrap();
+    assert_eq!((rows.len(), &rows[0][0], &rows[4][0]), (11, &"pair of 512 B".into(), &"pair of 128 MiB".into()));
+    for row in rows {
+        let number = |at: usize| row[at].as_f64().unwrap();
+        assert!((number(3) - number(2) / number(1)).abs() <= 1e-9 * number(3), "{row}");
+    }
+    let checks = |section: &Value| -> Vec<(String, bool)> {
+        let checks = section["checks"].as_array().unwrap().iter();
+        checks.map(|check| (check["what"].as_str().unwrap().to_owned(), check["passed"] == true)).collect()
+    };
+    for section in [pairs, replays] {
+        assert!(checks(section).contains(&("rmm-pool is measured to the end".to_owned(), false)), "{section}");
+    }
+    assert!(checks(pairs).contains(&("torch-native was asked for what xseg was asked for".to_owned(), true)));
+    for memory in ["plenty", "limited"] {
+        assert!(checks(replays).contains(&(format!("xseg completes gpt2 with {memory} memory"), true)));
+    }
+
+    let table = &replays["tables"][0];
+    let at = |name: &str| table["columns"].as_array().unwrap().iter().position(|column| column == name).unwrap();
+    let row = |name: &str| {
+        let rows = table["rows"].as_array().unwrap();
+        rows.iter().find(|row| row[at("trace")] == "gpt2" && row[at("allocator")] == name).unwrap().clone()
+    };
+    assert_eq!(row("torch-native")[at("least / requested")], "1.0066");
+    let reserved = row("torch-native")[at("plenty: peak reserved GiB")].as_f64().unwrap();
+    assert!((reserved - 24.506).abs() < 0.001, "{reserved}");
+    let own = row("xseg")[at("plenty: reserved / requested")].as_f64().unwrap();
+    assert!((1.0..1.1).contains(&own), "{own}");
+
+    // What was told is kept, and found again.
+    let recorded = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/peers.jsonl");
+    let (kept, told) = (xseg::peers::read(json).unwrap(), xseg::peers::read(&recorded).unwrap());
+    let mut told = told.iter().filter(|line| line.allocator() == "torch-native").peekable();
+    assert!(told.peek().is_some());
+    for line in told {
+        assert!(kept.contains(line), "{line:?}");
+    }
+}
+
 /// The stand-in's kernels find nothing wrong: what is left to see is that checks are queued at all.
 #[test]
 fn replays_queue_checks_on_every_stream() {

@@ -24,6 +24,17 @@ fn xz(bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
+fn what_is_written_is_read_back() {
+    for trace in [read(SMALL.as_bytes()).unwrap(), Trace::load(&shipped("fsdp.trace.xz")).unwrap()] {
+        let mut text = Vec::new();
+        trace.write_text(&mut text).unwrap();
+        let again = Trace::from_bytes(&trace.name, &text).unwrap();
+        assert_eq!((&again.events, &again.blocks, &again.streams), (&trace.events, &trace.blocks, &trace.streams));
+        assert_eq!((again.peak_requested(), again.meta_json), (trace.peak_requested(), trace.meta_json.clone()));
+    }
+}
+
+#[test]
 fn events_blocks_streams_and_peak() {
     let trace = read(SMALL.as_bytes()).unwrap();
     let event = |time_us, block, action| Event { time_us, block, action };

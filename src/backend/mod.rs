@@ -29,8 +29,12 @@ pub mod sim;
 pub mod timeline;
 mod watch;
 
-/// A stream as the client names it: a `CUstream` on CUDA, any number on `sim`, and what
-/// [`host::HostBackend::create_stream`] gave on `host`. 0 is the default stream.
+/// A stream as the client names it: a `CUstream` on CUDA, any number on `sim` and `host` (where
+/// [`host::HostBackend::create_stream`] gives those that work can be queued on). 0 is the default stream.
+///
+/// On CUDA the driver takes the number for a pointer and does not check it: a number that was never a stream of the
+/// device may crash the process, as in the driver's own interface. One that was destroyed is told from a new one by
+/// its identity, where the driver still knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct StreamId(pub u64);
 

@@ -6,9 +6,10 @@
 mod device_suite;
 
 use clap::Parser;
-use device_suite::{Report, SECTIONS, Suite, report, scenarios};
+use device_suite::{Peers, Report, SECTIONS, Suite, report, scenarios};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use xseg::peers::Limits;
 
 /// Measures and checks xseg on a real GPU and writes a report in Markdown and JSON.
 #[derive(Debug, Parser)]
@@ -38,6 +39,21 @@ struct Arguments {
     /// Only these traces in the sections that replay them.
     #[arg(long, value_delimiter = ',')]
     traces: Vec<String>,
+    /// First word of the report's name.
+    #[arg(long, value_name = "NAME", default_value = "device")]
+    report: String,
+    /// The program of other allocators, for the sections pairs and peers (benches/peers/run.sh builds it).
+    #[arg(long, value_name = "PROGRAM")]
+    peers: Option<PathBuf>,
+    /// Only these other allocators.
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    allocators: Vec<String>,
+    /// Seconds after which no replay of the section peers is started, for each allocator.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
+    seconds: f64,
+    /// No search for the least memory in the section peers.
+    #[arg(long)]
+    no_least: bool,
     /// Run as a process of the scenarios, which start this program again.
     #[arg(long, hide = true)]
     child: Option<String>,
@@ -72,8 +88,11 @@ fn main() -> ExitCode {
 /// Runs the sections; says whether all checks passed. The report is written after each section, so
 /// that a run which is cut short leaves what it had.
 fn run(arguments: &Arguments) -> Result<bool, Box<dyn std::error::Error>> {
-    let suite = Suite::open(arguments.device, arguments.quick, arguments.growth, arguments.traces.clone())?;
-    let mut report = Report::new(&suite, &arguments.commit);
+    let limits = Limits { least: !arguments.no_least, seconds: arguments.seconds, ..Limits::default() };
+    let peers = Peers { program: arguments.peers.clone(), allocators: arguments.allocators.clone(), limits };
+    let mut suite = Suite::open(arguments.device, arguments.quick, arguments.growth, arguments.traces.clone())?;
+    suite.peers = peers;
+    let mut report = Report::new(&suite, &arguments.report, &arguments.commit);
     let chosen = SECTIONS.iter().filter(|section| {
         let listed = |names: &[String]| names.iter().any(|name| name == section.name);
         (arguments.only.is_empty() || listed(&arguments.only)) && !listed(&arguments.skip)

@@ -6,13 +6,14 @@ use super::progress::Bar;
 use super::{Failure, complain, files};
 use crate::backend::cost::MODEL;
 use crate::conf::duration;
+use crate::peers::{self, Limits, Line, Program, Texts};
 use crate::suite::report::{self, Report, Setup};
 use crate::suite::workloads::{CATALOGUE, Workload};
 use crate::suite::{self, Least, Options, classic, moving};
 use crate::trace::Trace;
 use crate::units::{GIB, human};
 use clap::Args;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -23,6 +24,7 @@ Examples:
   xseg bench --quick                     generated workloads and shipped traces, shortened, in under a minute
   xseg bench --workload moe-skew,zero3 --allocator xseg,torch-expandable --limit 1.01x
   xseg bench --list                      the generated workloads
+  xseg bench traces --peers target/peers/peers    on a GPU: PyTorch's and CUDA's own allocators beside their models
 
 Without TRACE and --workload all generated workloads run, and the shipped traces if the folder `traces` is here.";
 
@@ -56,6 +58,9 @@ pub(super) struct BenchArgs {
     /// Leave parts out: least (the search for the least memory), moving, classic
     #[arg(long, value_name = "PARTS", value_delimiter = ',', value_parser = ["least", "moving", "classic"])]
     skip: Vec<String>,
+    /// Real allocators beside their models: the program that benches/peers/run.sh builds, or a report with its figures
+    #[arg(long, value_name = "PROGRAM|FILE")]
+    peers: Option<PathBuf>,
     /// Folder for report.html, report.json and rows.csv
     #[arg(long, value_name = "DIR", default_value = "xseg-bench")]
     out: PathBuf,
@@ -105,6 +110,10 @@ pub(super) fn bench(args: &BenchArgs, out: &mut dyn Write) -> Result<u8, Failure
     };
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let limit = args.limit;
+    let real = match &args.peers {
+        Some(path) => Some(real(path, &workloads, &config, least, &bar)?),
+        None => None,
+    };
     let about = workloads.iter().map(|workload| (workload.name().to_owned(), workload.about.clone())).collect();
     let options = Options {
         workloads,
@@ -124,6 +133,14 @@ pub(super) fn bench(args: &BenchArgs, out: &mut dyn Write) -> Result<u8, Failure
         tables: Vec::new(),
         skipped: Vec::new(),
     };
+    if let Some((lines, source)) = real {
+        let (table, others) = suite::real::table(&lines, &source, &report.rows());
+        if table.is_none() {
+            report.skipped.push("real allocators: they were measured on no workload of this run".to_owned());
+        }
+        report.tables.extend(table);
+        report.skipped.extend(others);
+    }
     add_tables(args, &config, &mut report, &bar).map_err(Failure::Usage)?;
     bar.spin("writing the report");
     let paths = report::write(&report, &args.out).map_err(|error| unwritable(&args.out, &error))?;
@@ -168,6 +185,54 @@ fn setup(args: &BenchArgs, config: &crate::Config, least: Least) -> Setup {
         least: least.to_owned(),
         quick: args.quick,
     }
+}
+
+/// Figures of real allocators, read from a file or measured now, and where they come from.
+fn real(
+    path: &Path,
+    workloads: &[Workload],
+    config: &crate::Config,
+    least: Least,
+    bar: &Bar,
+) -> Result<(Vec<Line>, String), Failure> {
+    let refused = |error: peers::PeersError| Failure::Usage(error.to_string());
+    // Lines and reports both start with an object.
+    let mut first = [0];
+    let is_file = std::fs::File::open(path).and_then(|mut file| file.read(&mut first)).is_ok() && first == *b"{";
+    if is_file {
+        let lines = peers::read(path).map_err(refused)?;
+        let source = suite::real::source(&lines, &format!("by {}", path.display()));
+        return Ok((lines, source));
+    }
+    let traces: Vec<&Trace> = workloads.iter().map(|workload| &workload.trace).collect();
+    let limits = Limits { least: least != Least::No, ..Limits::default() };
+    let program = Program::new(path);
+    let names = program.allocators().map_err(refused)?;
+    bar.spin("real allocators: xseg");
+    let own = own_on_gpu(&traces, config, &limits);
+    let mut lines =
+        own.map_err(|why| Failure::Usage(format!("--peers: {why}; or name a report with figures of real allocators")))?;
+    let texts = Texts::write(&traces).map_err(refused)?;
+    for name in names {
+        bar.spin(&format!("real allocators: {name}"));
+        let told = program.replays(&name, &limits.of(&name), &texts).map_err(refused)?;
+        lines.extend(told.lines);
+        bar.aside(|| told.failure.iter().for_each(|why| complain(&format!("the real {name} ended early: {why}"))));
+    }
+    let source = suite::real::source(&lines, "in this run");
+    Ok((lines, source))
+}
+
+#[cfg(feature = "cuda")]
+fn own_on_gpu(traces: &[&Trace], config: &crate::Config, limits: &Limits) -> Result<Vec<Line>, String> {
+    use crate::backend::cuda::{CudaBackend, CudaOptions};
+    let device = CudaBackend::open(0, &CudaOptions::default()).map_err(|error| error.to_string())?;
+    peers::gpu::replays(&std::sync::Arc::new(device), traces, config, limits).map_err(|error| error.to_string())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn own_on_gpu(_: &[&Trace], _: &crate::Config, _: &Limits) -> Result<Vec<Line>, String> {
+    Err("real allocators need a GPU, and xseg was built without the `cuda` feature".to_owned())
 }
 
 /// Tables that need no workload, and those about all of them.

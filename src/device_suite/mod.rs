@@ -7,12 +7,15 @@ pub(crate) mod fresh;
 pub(crate) mod growth;
 pub(crate) mod heap;
 pub(crate) mod memory;
+pub(crate) mod pairs;
+pub(crate) mod peers;
 pub(crate) mod remap;
 pub(crate) mod replay;
 pub(crate) mod report;
 pub(crate) mod scenarios;
 pub(crate) mod several;
 
+pub(crate) use peers::Peers;
 pub(crate) use report::Report;
 
 use report::Section;
@@ -44,10 +47,12 @@ pub(crate) const SECTIONS: &[Entry] = &[
     Entry { name: "bandwidth", what: "a copy kernel on mapped handles and on cuMemAlloc memory", run: bandwidth::run },
     Entry { name: "busy", what: "memory asked for while kernels use all that is free", run: heap::busy },
     Entry { name: "speed", what: "growth and remapping through the heap beside bare loops", run: heap::speed },
+    Entry { name: "pairs", what: "pairs of an allocation and a free, beside other allocators", run: peers::pairs },
     Entry { name: "scenarios", what: "patterns from public reports, on this device", run: scenarios::run },
     Entry { name: "several", what: "several GPUs of one host: peers, a heap on each, copies", run: several::run },
     Entry { name: "replay", what: "the traces, stamped and checked by kernels", run: replay::verified },
     Entry { name: "ballast", what: "the traces in the least memory that sim needs", run: replay::ballast },
+    Entry { name: "peers", what: "the traces through other allocators as they are", run: peers::replays },
 ];
 
 /// The opened device and how much to do.
@@ -65,6 +70,8 @@ pub(crate) struct Suite {
     pub(crate) growth: u64,
     /// Only these traces, by name; all if empty.
     pub(crate) traces: Vec<String>,
+    /// Other allocators.
+    pub(crate) peers: Peers,
 }
 
 impl Suite {
@@ -77,7 +84,7 @@ impl Suite {
         let backend = Arc::new(CudaBackend::open(device, &CudaOptions::default())?);
         let kernels = Kernels::load(backend.clone())?;
         let growth = if quick { 2 * GIB } else { growth_gib * GIB };
-        Ok(Self { backend, kernels, driver, quick, growth, traces })
+        Ok(Self { backend, kernels, driver, quick, growth, traces, peers: Peers::default() })
     }
 
     /// At most `bytes`, and at most 80 % of what is free now; a multiple of `of`.

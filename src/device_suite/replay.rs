@@ -35,7 +35,10 @@ struct Outcome {
 }
 
 /// Every shipped trace, by name.
-fn traces(suite: &Suite) -> Result<Vec<Trace>, Error> {
+///
+/// # Errors
+/// When a name is none of them, or a file cannot be read.
+pub(crate) fn traces(suite: &Suite) -> Result<Vec<Trace>, Error> {
     if let Some(name) = suite.traces.iter().find(|name| LEAST.iter().all(|(known, _)| known != name)) {
         let known = LEAST.map(|(name, _)| name).join(", ");
         return Err(Error::InvalidArgument(format!("there is no trace {name}; the traces are {known}")));

@@ -5,10 +5,14 @@ use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 use xseg::backend::Backend;
+use xseg::peers::Line;
 
 /// All of a run.
 #[derive(Debug, Serialize)]
 pub(crate) struct Report {
+    /// First word of the files' names.
+    #[serde(skip)]
+    name: String,
     date: String,
     gpu: String,
     driver: String,
@@ -37,6 +41,9 @@ pub(crate) struct Section {
     pub(crate) tables: Vec<Table>,
     /// What must hold.
     pub(crate) checks: Vec<Check>,
+    /// Figures of other allocators, and of xseg beside them, as they were told.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) lines: Vec<Line>,
 }
 
 /// A table of numbers and texts.
@@ -126,11 +133,12 @@ impl Section {
 
 impl Report {
     /// An empty report about the suite's device.
-    pub(crate) fn new(suite: &Suite, commit: &str) -> Self {
+    pub(crate) fn new(suite: &Suite, name: &str, commit: &str) -> Self {
         let memory = suite.backend.memory().ok();
         let found = suite.backend.capabilities();
         let (major, minor) = suite.driver.version;
         Self {
+            name: name.into(),
             date: now(),
             gpu: found.device.clone(),
             driver: kernel_driver(),
@@ -190,7 +198,7 @@ impl Report {
     /// Where [`Report::write`] writes.
     pub(crate) fn path(&self, folder: &Path, ending: &str) -> PathBuf {
         let plain = |text: &str| text.replace(|letter: char| !letter.is_ascii_alphanumeric(), "-").to_lowercase();
-        folder.join(format!("device-{}-{}.{ending}", plain(&self.date[..16]), plain(&self.gpu)))
+        folder.join(format!("{}-{}-{}.{ending}", plain(&self.name), plain(&self.date[..16]), plain(&self.gpu)))
     }
 
     /// Writes both forms, over those of the same run.

@@ -18,7 +18,7 @@ use crate::error::{Error, PointerFault, Result};
 use crate::physical::{HandleId, Physical};
 use crate::segment::nodes::{Kind, NodeId};
 use crate::segment::{Claim, History, Segment, Stamp};
-use crate::units::{GRANULE, MIB, UNIT};
+use crate::units::{GIB, GRANULE, MIB, UNIT};
 use crate::used::Used;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::{HashMap, VecDeque};
@@ -33,8 +33,9 @@ pub(crate) const HUGE: u16 = 1;
 pub(crate) const FIRST_POOL: u16 = 2;
 /// A request of this many bytes and more is huge.
 pub(crate) const HUGE_BYTES: u64 = 512 * MIB;
-/// Bytes freed after which an epoch is closed.
-const CLOSE_AFTER: u64 = 64 * MIB;
+/// Bytes freed on a segment after which an epoch is closed: with several streams, once memory has moved, so that
+/// they take each other's memory where it lies; with several streams; with one, which needs no proof to go on.
+const CLOSE_AFTER: [u64; 3] = [8 * MIB, 64 * MIB, GIB];
 
 /// A freed block that waits for the streams it was declared used on.
 #[derive(Debug)]
@@ -301,12 +302,13 @@ impl Inner {
             return Ok(());
         }
         segment.free(id, stamp, self.epochs.passed());
-        if segment.freed_units * UNIT >= CLOSE_AFTER {
+        let freed = segment.freed_units * UNIT;
+        if freed >= CLOSE_AFTER[0] && freed >= self.close_after() {
             segment.freed_units = 0;
             drop(segment);
             self.close_epoch();
             // Never by waiting: whoever holds the lock is at work on the same.
-            if matches!(self.config.shrink, Shrink::Idle(_) | Shrink::Watermark(_))
+            if self.shrinks_by_itself()
                 && let Some(mut slow) = self.slow.try_lock()
                 && !self.shut.load(Relaxed)
             {
@@ -315,6 +317,21 @@ impl Inner {
             }
         }
         Ok(())
+    }
+
+    fn shrinks_by_itself(&self) -> bool {
+        matches!(self.config.shrink, Shrink::Idle(_) | Shrink::Watermark(_))
+    }
+
+    /// See [`CLOSE_AFTER`].
+    fn close_after(&self) -> u64 {
+        match (self.streams.are_many(), self.counters.handles_moved.load(Relaxed)) {
+            (true, 1..) => CLOSE_AFTER[0],
+            (true, 0) => CLOSE_AFTER[1],
+            // Shrinking by itself is looked at then too.
+            (false, _) if self.shrinks_by_itself() => CLOSE_AFTER[1],
+            (false, _) => CLOSE_AFTER[2],
+        }
     }
 
     /// Records what a freed block with declared uses waits for, besides an event of the caller's.

@@ -8,6 +8,7 @@ pub(crate) mod classic;
 mod measure;
 pub(crate) mod moving;
 mod picture;
+pub(crate) mod real;
 pub(crate) mod report;
 mod row;
 #[cfg(test)]

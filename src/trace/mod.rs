@@ -97,6 +97,14 @@ impl Trace {
         Ok(trace)
     }
 
+    /// Writes the text form, from which the same events are read back.
+    ///
+    /// # Errors
+    /// `out`'s.
+    pub fn write_text(&self, out: &mut impl std::io::Write) -> std::io::Result<()> {
+        text::write(self, out)
+    }
+
     /// Most bytes live at once, at the sizes requested: the least memory that any allocator needs.
     #[must_use]
     pub fn peak_requested(&self) -> u64 {

@@ -2,9 +2,9 @@
 #![forbid(unsafe_code)]
 
 use super::file::damaged;
-use super::{BLOCK_MAX, Builder, TIME_MAX_US, Trace, TraceError};
+use super::{Action, BLOCK_MAX, Builder, TIME_MAX_US, Trace, TraceError};
 use std::collections::HashMap;
-use std::io::{BufRead, Read};
+use std::io::{BufRead, Read, Write};
 
 /// Longest line in bytes: comments carry JSON, events are short.
 const LINE_MAX: u64 = 1 << 20;
@@ -36,6 +36,24 @@ pub(super) fn read(mut reader: impl BufRead) -> Result<Trace, TraceError> {
         }
     }
     builder.finish()
+}
+
+/// Writes a trace, blocks numbered by birth.
+pub(super) fn write(trace: &Trace, out: &mut impl Write) -> std::io::Result<()> {
+    writeln!(out, "# trace {}", trace.name.replace(char::is_control, " "))?;
+    writeln!(out, "# {}", trace.meta_json.replace(char::is_control, " "))?;
+    for event in &trace.events {
+        let (block, time) = (event.block, event.time_us);
+        match event.action {
+            Action::Alloc => {
+                let bytes = trace.blocks[block as usize].bytes;
+                writeln!(out, "a,{block},{bytes},{},{time}", trace.stream_of(block))?;
+            }
+            Action::Free => writeln!(out, "f,{block},{time}")?,
+            Action::Use(stream) => writeln!(out, "u,{block},{},{time}", trace.streams[stream as usize])?,
+        }
+    }
+    Ok(())
 }
 
 fn read_is_cut(line: &[u8]) -> bool {

@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 use sys::{Access, Api, Attribute, MemoryKind, STREAM_LEGACY, STREAM_PER_THREAD};
 
 mod adopt;
+mod ballast;
 mod enter;
 mod events;
 mod identity;
@@ -34,6 +35,7 @@ pub mod memory;
 mod probe;
 mod streams;
 
+pub use ballast::Ballast;
 pub use streams::StreamSet;
 mod sys;
 
