@@ -63,7 +63,9 @@ pub use backend::{ClientEvent, StreamId};
 pub use buffer::DeviceBuffer;
 pub use config::Config;
 pub use error::{Error, Result};
-pub use heap::{Allocation, Heap, HeapBuilder, OutOfMemoryCallback, PoolId, Stats, StreamFilter, TrimReport};
+pub use heap::{
+    Allocation, Heap, HeapBuilder, OutOfMemoryCallback, PoolId, Region, RegionState, Stats, StreamFilter, TrimReport,
+};
 
 /// The README's examples run as they stand.
 #[cfg(doctest)]

@@ -14,6 +14,7 @@ mod tables;
 
 use args::{ConfArgs, InfoArgs, RunArgs};
 use clap::{Parser, Subcommand};
+use std::ffi::OsString;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
@@ -78,7 +79,21 @@ impl From<crate::Error> for Failure {
 /// Runs the command that the process's arguments name. For `main`; exits by itself on `--help`.
 #[must_use]
 pub fn main() -> ExitCode {
-    run_command(&Cli::parse().command)
+    run_command(&Cli::parse().command).into()
+}
+
+/// As [`main`], with the words after the program's name given, and the exit status returned. For other programs that carry
+/// the command; any thread.
+#[must_use]
+pub fn main_with(words: impl IntoIterator<Item = OsString>) -> u8 {
+    match Cli::try_parse_from(std::iter::once(OsString::from("xseg")).chain(words)) {
+        Ok(cli) => run_command(&cli.command),
+        Err(asked) => {
+            // That nobody reads it is no failure.
+            let _ = asked.print();
+            u8::try_from(asked.exit_code()).unwrap_or(2)
+        }
+    }
 }
 
 /// Runs `xseg bench` with the process's arguments. For the bench target `defrag`, to which cargo gives
@@ -92,10 +107,10 @@ pub fn bench_main(folder: &str) -> ExitCode {
         own = part.map(str::to_owned).to_vec();
     }
     let command = ["xseg", "bench"].map(str::to_owned);
-    run_command(&Cli::parse_from(command.into_iter().chain(own)).command)
+    run_command(&Cli::parse_from(command.into_iter().chain(own)).command).into()
 }
 
-fn run_command(command: &Command) -> ExitCode {
+fn run_command(command: &Command) -> u8 {
     let mut out = io::stdout().lock();
     let result = match command {
         Command::Replay(args) => run::replay(args, &mut out),
@@ -105,11 +120,11 @@ fn run_command(command: &Command) -> ExitCode {
         Command::Info(args) => show::info(args, &mut out),
     };
     match result.and_then(|status| out.flush().map_err(Failure::from).map(|()| status)) {
-        Ok(status) => ExitCode::from(status),
-        Err(Failure::Closed) => ExitCode::SUCCESS,
+        Ok(status) => status,
+        Err(Failure::Closed) => 0,
         Err(Failure::Usage(why)) => {
             complain(&why);
-            ExitCode::from(2)
+            2
         }
     }
 }

@@ -9,6 +9,7 @@ mod hot;
 mod inner;
 mod ladder;
 mod last;
+mod layout;
 mod pools;
 mod report;
 mod shrink;
@@ -18,6 +19,7 @@ mod streams;
 mod tally;
 
 pub use captures::{PoolId, StreamFilter};
+pub use layout::{Region, RegionState};
 pub use stats::Stats;
 
 use crate::backend::driver::Driver;
@@ -336,6 +338,13 @@ impl Heap {
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.inner.stats()
+    }
+
+    /// All mapped ranges, by address: a picture of memory. Exact at rest; frees and hits of the cache on other
+    /// threads go on meanwhile. Takes time in proportion to the blocks.
+    #[must_use]
+    pub fn layout(&self) -> Vec<Region> {
+        self.inner.layout()
     }
 
     /// Sets the peaks to the present values.

@@ -115,6 +115,13 @@ impl Pools {
         self.state.lock().pools.len() as u64
     }
 
+    /// The pool that a segment belongs to, and whether it is the one for small blocks.
+    pub(crate) fn owner(&self, segment: u16) -> Option<(PoolId, bool)> {
+        let state = self.state.lock();
+        let pool = state.pools.iter().find(|pool| pool.segments.both().contains(&segment))?;
+        Some((pool.id, pool.segments.small == segment))
+    }
+
     fn set_recordings(&self, recordings: Vec<Recording>) {
         let _gate = self.gate.write();
         let (active, captures) = (recordings.len(), recordings.iter().filter(|recording| recording.capture).count());

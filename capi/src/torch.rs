@@ -1,0 +1,210 @@
+//! The functions that PyTorch's `CUDAPluggableAllocator` calls, with its types.
+//!
+//! `alloc` throws a C++ exception when it has no memory, because PyTorch looks at no error code; it is the one
+//! kind of function here that another language's exception leaves. The C++ part of the Python package does not
+//! use these but `xseg_device_alloc` and the rest, and throws PyTorch's own type.
+
+use crate::devices::{allocate, device, devices, free, record_use};
+use crate::status::{Failure, caught, guard, note};
+use crate::{throw, xseg_stream};
+use parking_lot::{Mutex, RwLock};
+use std::collections::HashMap;
+use std::ffi::{c_int, c_void};
+use std::sync::Arc;
+use xseg::{Heap, PoolId, StreamFilter, StreamId};
+
+/// `CUDAPluggableAllocator`'s allocation. Size 0 gives null.
+///
+/// # Safety
+/// The caller is C++ that catches exceptions, or lets itself be unwound: out of memory is `std::runtime_error`. `stream` exists.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn xseg_torch_alloc(bytes: usize, device: c_int, stream: xseg_stream) -> *mut c_void {
+    if bytes == 0 {
+        return std::ptr::null_mut();
+    }
+    let why = match caught(|| allocate(device, bytes as u64, stream)) {
+        Ok(address) => return std::ptr::with_exposed_provenance_mut(address as usize),
+        Err(failure) => failure.why,
+    };
+    note(&why);
+    let text = format!("CUDA out of memory. xseg: {why}");
+    drop(why);
+    // SAFETY: the caller's; this frame is `C-unwind` and holds nothing but text.
+    unsafe { throw::runtime_error(&text) };
+    eprintln!("xseg: {text}; no C++ library is loaded to throw an exception with, so a null pointer is returned");
+    std::ptr::null_mut()
+}
+
+/// `CUDAPluggableAllocator`'s free.
+///
+/// # Safety
+/// As `xseg_free`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xseg_torch_free(block: *mut c_void, bytes: usize, device: c_int, stream: xseg_stream) {
+    // The heap knows them itself.
+    let _ = (bytes, device, stream);
+    if !block.is_null() {
+        told("free a block", guard(|| free(block)));
+    }
+}
+
+/// `CUDAPluggableAllocator`'s `record_stream`.
+///
+/// # Safety
+/// As `xseg_record_use`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xseg_torch_record_stream(block: *mut c_void, stream: xseg_stream) {
+    if !block.is_null() {
+        told("record the use of a block", guard(|| record_use(block, stream)));
+    }
+}
+
+/// `CUDAPluggableAllocator`'s reset, that is `torch.cuda.empty_cache()`: every device's idle memory goes back.
+#[unsafe(no_mangle)]
+pub extern "C" fn xseg_torch_reset() {
+    let done = guard(|| {
+        for (_, device) in devices() {
+            device.heap.trim();
+        }
+        Ok(())
+    });
+    told("trim", done);
+}
+
+/// `CUDAPluggableAllocator`'s memory fraction: the limit is this share of the device's memory.
+#[unsafe(no_mangle)]
+pub extern "C" fn xseg_torch_memory_fraction(fraction: f64, device: c_int) {
+    let done = guard(|| {
+        if !(0.0..=1.0).contains(&fraction) {
+            return Err(Failure::argument("a memory fraction is 0 to 1"));
+        }
+        let heap = &self::device(device)?.heap;
+        let total = heap.backend().memory().map_err(xseg::Error::from)?.total;
+        heap.set_limit((total as f64 * fraction) as u64);
+        Ok(())
+    });
+    told("set the memory fraction", done);
+}
+
+/// `CUDAPluggableAllocator`'s base of an allocation: a block is its own.
+///
+/// # Safety
+/// `size` is null or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xseg_torch_base_alloc(block: *mut c_void, size: *mut usize) -> *mut c_void {
+    let address = block.addr() as u64;
+    let found = devices().find_map(|(_, device)| device.heap.block_size(address).ok());
+    // SAFETY: the caller's.
+    unsafe { crate::heap::put(size, found.map_or(0, |sizes| sizes.1 as usize)) };
+    block
+}
+
+type Filter = Arc<dyn Fn(StreamId) -> bool + Send + Sync>;
+type Filters = Arc<RwLock<Vec<Filter>>>;
+/// By device and pool.
+type Open = HashMap<(c_int, u64, u64), Filters>;
+
+/// Pools that are open, with what each opening takes: PyTorch opens a pool for a capture within the same pool's
+/// `use_mem_pool`, where the heap knows one recording a pool.
+static OPEN: Mutex<Option<Open>> = Mutex::new(None);
+
+/// Opens a pool, again if it is open.
+pub(crate) fn begin_pool(device: c_int, pool: PoolId, filter: Filter) -> Result<(), Failure> {
+    let heap = &self::device(device)?.heap;
+    let mut open = OPEN.lock();
+    let open = open.get_or_insert_default();
+    let key = (device, pool.0, pool.1);
+    if let Some(filters) = open.get(&key) {
+        heap.retain_capture(pool)?;
+        filters.write().push(filter);
+        return Ok(());
+    }
+    let filters: Filters = Arc::new(RwLock::new(vec![filter]));
+    let asked = Arc::clone(&filters);
+    let any = move |stream: StreamId| asked.read().iter().any(|takes| takes(stream));
+    heap.begin_capture(pool, StreamFilter::Matching(Arc::new(any)))?;
+    open.insert(key, filters);
+    Ok(())
+}
+
+/// Ends the last opening of a pool.
+pub(crate) fn end_pool(device: c_int, pool: PoolId) -> Result<(), Failure> {
+    let heap: &Heap = &self::device(device)?.heap;
+    let mut open = OPEN.lock();
+    let open = open.get_or_insert_default();
+    let key = (device, pool.0, pool.1);
+    let last = open.get(&key).is_none_or(|filters| {
+        let mut filters = filters.write();
+        filters.pop();
+        filters.is_empty()
+    });
+    if last {
+        open.remove(&key);
+        heap.end_capture(pool)?;
+    }
+    Ok(())
+}
+
+/// `CUDAPluggableAllocator`'s opening of a pool. The filter of C++ cannot be called from here: what is taken is what streams that
+/// capture a graph ask for.
+///
+/// # Safety
+/// None: `filter` is not followed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xseg_torch_begin_pool(device: c_int, first: u64, second: u64, filter: *mut c_void) {
+    let _ = filter;
+    let done = guard(|| {
+        let heap = self::device(device)?.heap.clone();
+        let takes = move |stream: StreamId| heap.backend().is_capturing(stream);
+        begin_pool(device, PoolId(first, second), Arc::new(takes))
+    });
+    told("open a pool", done);
+}
+
+/// A pool is opened with a filter of the caller's; see `xseg_begin_capture`. A pool may be opened again while it is open.
+///
+/// # Safety
+/// As `xseg_begin_capture`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xseg_device_begin_pool(
+    device: c_int,
+    pool: crate::xseg_pool,
+    filter: crate::xseg_stream_filter,
+    user: *mut c_void,
+) -> crate::xseg_status {
+    guard(|| {
+        let filter = filter.ok_or_else(|| Failure::argument("`filter` is a null pointer"))?;
+        let user = crate::callbacks::User::new(user);
+        let takes =
+            move |stream: StreamId| filter(std::ptr::without_provenance_mut(stream.0 as usize), user.get()) != 0;
+        begin_pool(device, pool.into(), Arc::new(takes))
+    })
+}
+
+/// Ends the last `xseg_device_begin_pool` of a pool. Its filter is not called any more when this returns.
+#[unsafe(no_mangle)]
+pub extern "C" fn xseg_device_end_pool(device: c_int, pool: crate::xseg_pool) -> crate::xseg_status {
+    guard(|| end_pool(device, pool.into()))
+}
+
+/// `CUDAPluggableAllocator`'s end of a pool's opening.
+#[unsafe(no_mangle)]
+pub extern "C" fn xseg_torch_end_pool(device: c_int, first: u64, second: u64) {
+    told("close a pool", guard(|| end_pool(device, PoolId(first, second))));
+}
+
+/// `CUDAPluggableAllocator`'s release of a pool.
+#[unsafe(no_mangle)]
+pub extern "C" fn xseg_torch_release_pool(device: c_int, first: u64, second: u64) {
+    let done = guard(|| Ok(self::device(device)?.heap.release_capture(PoolId(first, second))?));
+    told("release a pool", done);
+}
+
+/// A hook that PyTorch calls cannot say that it failed: it goes to stderr.
+fn told(what: &str, status: crate::xseg_status) {
+    if status != crate::xseg_status::XSEG_OK {
+        // SAFETY: the text of this thread, which the failing call has just set.
+        let why = unsafe { std::ffi::CStr::from_ptr(crate::xseg_last_error()) };
+        eprintln!("xseg: could not {what}: {}", why.to_string_lossy());
+    }
+}

@@ -1,0 +1,102 @@
+//! The library as C and C++ programs use it: installed, compiled against, and run on host memory.
+#![allow(clippy::unwrap_used, reason = "tests fail by panicking")]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+fn here() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn run(command: &mut Command) -> Output {
+    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(output.status.success(), "{command:?}\n{}{}", text(&output.stdout), text(&output.stderr));
+    output
+}
+
+/// Where the library was installed, once for all tests of this file.
+fn prefix() -> &'static Path {
+    static PREFIX: OnceLock<PathBuf> = OnceLock::new();
+    PREFIX.get_or_init(|| {
+        let prefix = Path::new(env!("CARGO_TARGET_TMPDIR")).join("installed");
+        let mut install = Command::new(here().join("install.sh"));
+        // The profile of the tests, whose dependencies are there already.
+        run(install.arg(&prefix).env("PROFILE", "test").env("CARGO", env!("CARGO")));
+        prefix
+    })
+}
+
+/// A flag of the installed pkg-config file, with its variables filled in.
+fn package(name: &str) -> Vec<String> {
+    let text = std::fs::read_to_string(prefix().join("lib/pkgconfig/xseg.pc")).unwrap();
+    let value = |name: &str, mark: char| -> String {
+        let line = text.lines().find(|line| line.starts_with(&format!("{name}{mark}"))).unwrap();
+        line[name.len() + 1..].trim().to_owned()
+    };
+    let root = value("prefix", '=');
+    let folders = ["libdir", "includedir"].map(|folder| (folder, value(folder, '=').replace("${prefix}", &root)));
+    let mut flags = value(name, ':');
+    for (folder, path) in folders {
+        flags = flags.replace(&format!("${{{folder}}}"), &path);
+    }
+    flags.split_whitespace().map(str::to_owned).collect()
+}
+
+/// Compiles a program against the installed library and runs it.
+fn program(source: &str, fixed: bool, env: &[(&str, &str)]) -> String {
+    let plus = source.ends_with(".cpp");
+    let name = Path::new(source).file_name().unwrap().to_str().unwrap().replace('.', "_");
+    let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}{}", if fixed { "_static" } else { "" }));
+    let compiler = std::env::var(if plus { "CXX" } else { "CC" });
+    let mut compile = Command::new(compiler.unwrap_or_else(|_| if plus { "c++" } else { "cc" }.into()));
+    compile.arg(if plus { "-std=c++17" } else { "-std=c11" }).args(["-Wall", "-Wextra", "-Werror", "-pedantic"]);
+    compile.arg("-D_GNU_SOURCE").arg(here().join(source)).args(package("Cflags")).arg("-o").arg(&out);
+    if fixed {
+        compile.arg(prefix().join("lib/libxseg.a")).args(package("Libs.private"));
+    } else {
+        compile.args(package("Libs")).arg("-lpthread");
+    }
+    run(&mut compile);
+    let mut command = Command::new(&out);
+    command.env("LD_LIBRARY_PATH", prefix().join("lib")).env_remove("XSEG_CONF").envs(env.iter().copied());
+    String::from_utf8(run(&mut command).stdout).unwrap()
+}
+
+const HOST: [(&str, &str); 1] = [("XSEG_CONF", "backend:host")];
+
+#[test]
+fn the_example_in_c() {
+    for fixed in [false, true] {
+        let said = program("examples/example.c", fixed, &HOST);
+        assert!(said.contains("56 MiB live, 64 MiB reserved, 24 MiB moved, 0 bytes copied"), "{said}");
+        assert!(said.contains("64 MiB given back"), "{said}");
+    }
+}
+
+#[test]
+fn the_example_in_cpp() {
+    let said = program("examples/example.cpp", false, &[]);
+    assert!(said.contains("with 32 MiB: out of memory"), "{said}");
+    assert!(said.contains("went on with 16 MiB"), "{said}");
+    assert!(said.contains("sum 500500, live 1 block"), "{said}");
+}
+
+#[test]
+fn what_the_interface_promises() {
+    program("tests/programs/checks.c", false, &HOST);
+}
+
+#[test]
+fn an_allocator_hook_throws() {
+    program("tests/programs/throws.cpp", false, &[]);
+}
+
+#[test]
+fn the_library_has_its_name() {
+    let library = std::fs::read_link(prefix().join("lib/libxseg.so")).unwrap();
+    assert_eq!(library.to_str().unwrap(), "libxseg.so.0");
+    let bytes = std::fs::read(prefix().join("lib/libxseg.so")).unwrap();
+    assert!(bytes.windows(13).any(|part| part == b"libxseg.so.0\0"), "the name for the loader");
+}

@@ -1,0 +1,32 @@
+"""xseg: an allocator for GPU memory that defragments by remapping pages instead of copying.
+
+``xseg.install()`` before the first use of CUDA makes PyTorch allocate from it. ``xseg.Heap`` is a heap for direct use,
+on a GPU or, for tests, on host memory that is really remapped. The environment variable ``XSEG_CONF`` is the policy;
+``python -m xseg conf`` lists its keys.
+"""
+
+from ._native import (
+    Block,
+    ConfigError,
+    Error,
+    Heap,
+    OutOfMemoryError,
+    PointerError,
+    __version__,
+    check_conf,
+)
+from ._torch import install, installed, stats
+
+__all__ = [
+    "Block",
+    "ConfigError",
+    "Error",
+    "Heap",
+    "OutOfMemoryError",
+    "PointerError",
+    "__version__",
+    "check_conf",
+    "install",
+    "installed",
+    "stats",
+]

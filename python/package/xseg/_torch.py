@@ -1,0 +1,252 @@
+"""PyTorch on xseg.
+
+Two ways lead there. The full one compiles a small C++ class against the PyTorch that is installed, once, and gives PyTorch
+an allocator whose every figure and error is its own kind. The plain one needs no compiler: PyTorch's pluggable allocator,
+with what that throws away put back in Python as far as Python sees it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import warnings
+from typing import Any
+
+from . import _build, _native
+
+_mode: str | None = None
+_library: ctypes.CDLL | None = None
+
+
+def installed() -> str | None:
+    """How PyTorch runs on xseg: "full", "plain", "off", or None before ``install()``."""
+    return _mode
+
+
+def install(conf: str | None = None, *, compile: bool | None = None) -> str:
+    """Make PyTorch allocate GPU memory from xseg, in this process, from now on.
+
+    Call it once, before the first use of CUDA. ``conf`` sets the policy, which the environment variable XSEG_CONF gives
+    otherwise; ``XSEG_CONF=off`` leaves PyTorch as it is, whatever ``conf`` says.
+
+    ``compile`` says whether the C++ part is compiled against the installed PyTorch (a minute, once, then cached): True
+    insists on it, False does without, None tries and falls back with a warning. Without it running out of memory is
+    RuntimeError("CUDA out of memory. ...") in place of torch.OutOfMemoryError, and there are no ``torch.cuda.MemPool``,
+    memory history and ``torch.backends.cudnn.benchmark``.
+
+    Returns "full", "plain" or "off". Raises RuntimeError for a second call and after CUDA was used, ConfigError for a wrong
+    policy.
+    """
+    global _mode
+    if _mode is not None and _mode != "off":
+        raise RuntimeError("xseg.install() was called already in this process; call it once")
+    environment = os.environ.get("XSEG_CONF", "")
+    wanted = environment if conf is None else conf
+    # The switch of the environment is stronger than what a program says.
+    if "off" in (environment.strip(), wanted.strip()):
+        _mode = "off"
+        return _mode
+    shortest = _native.check_conf(wanted)
+    for entry in shortest.split(","):
+        if entry in ("backend:host", "backend:sim"):
+            raise _native.ConfigError(
+                f"XSEG_CONF: `{entry}` is no GPU's memory, which PyTorch needs; leave `backend` out"
+            )
+    torch = _import_torch()
+    if torch.version.cuda is None:
+        raise RuntimeError(
+            "this PyTorch was built without CUDA, so there is nothing for xseg to manage; "
+            "install a CUDA build, or set XSEG_CONF=off to run without xseg"
+        )
+    if torch.cuda.is_initialized():
+        raise RuntimeError(
+            "CUDA was used before xseg.install(); call it right after the imports, before any tensor is on a GPU"
+        )
+    if conf is not None:
+        os.environ["XSEG_CONF"] = conf
+    part = None
+    if compile is not False:
+        try:
+            part = _build.torch_part()
+        except _build.BuildError as error:
+            if compile:
+                raise
+            warnings.warn(f"xseg runs without its C++ part: {error}", RuntimeWarning, stacklevel=2)
+    _mode = _install_full(part) if part is not None else _install_plain(torch)
+    if "stats:on" in shortest.split(","):
+        atexit.register(_print_stats)
+    return _mode
+
+
+def _import_torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise RuntimeError(f"PyTorch cannot be imported, so there is nothing to install xseg into: {error}") from error
+    return torch
+
+
+def _c() -> ctypes.CDLL:
+    """The C functions, which are in the same library as the Python module."""
+    global _library
+    if _library is None:
+        library = ctypes.CDLL(_native.__file__)
+        library.xseg_last_error.restype = ctypes.c_char_p
+        library.xseg_device_heap.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        library.xseg_stats.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        library.xseg_reset_peaks.argtypes = [ctypes.c_void_p]
+        library.xseg_limit.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        library.xseg_device_totals.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+        _library = library
+    return _library
+
+
+def _check(status: int) -> None:
+    if status:
+        raise _native.Error(_c().xseg_last_error().decode())
+
+
+def _heap(device: int) -> ctypes.c_void_p:
+    heap = ctypes.c_void_p()
+    _check(_c().xseg_device_heap(device, ctypes.byref(heap)))
+    return heap
+
+
+def stats(device: int | None = None) -> dict[str, int]:
+    """What xseg did and holds on a device under PyTorch (None: the current one): bytes and counts by name.
+
+    More than ``torch.cuda.memory_stats`` has room for: moves, waits, driver calls. Raises RuntimeError without ``install()``.
+    """
+    if _mode not in ("full", "plain"):
+        raise RuntimeError("PyTorch does not run on xseg here; call xseg.install() first")
+    if device is None:
+        import torch
+
+        device = torch.cuda.current_device()
+    count = len(_native.STATISTICS)
+    filled = (ctypes.c_uint64 * (count + 1))()
+    filled[0] = ctypes.sizeof(filled)
+    _check(_c().xseg_stats(_heap(device), filled))
+    return dict(zip(_native.STATISTICS, filled[1:]))
+
+
+def _used(device: int) -> tuple[int, int]:
+    """Rounded and requested bytes of all allocations so far."""
+    allocated, requested = ctypes.c_uint64(), ctypes.c_uint64()
+    _check(_c().xseg_device_totals(device, ctypes.byref(allocated), ctypes.byref(requested)))
+    return allocated.value, requested.value
+
+
+def _print_stats() -> None:
+    for device in range(64):
+        if _used(device)[0]:
+            print(f"xseg: device {device}: {stats(device)}", file=sys.stderr)
+
+
+def _install_full(part: str) -> str:
+    library = ctypes.CDLL(part)
+    library.xseg_torch_install.restype = ctypes.c_char_p
+    refused = library.xseg_torch_install()
+    if refused:
+        raise RuntimeError(f"PyTorch did not take xseg as its allocator: {refused.decode()}")
+    return "full"
+
+
+def _address(name: str) -> int:
+    address = ctypes.cast(getattr(_c(), name), ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def _install_plain(torch: Any) -> str:
+    made = torch.cuda.memory.CUDAPluggableAllocator(_native.__file__, "xseg_torch_alloc", "xseg_torch_free")
+    inner = made.allocator()
+    hooks = {
+        "set_reset_fn": "xseg_torch_reset",
+        "set_memory_fraction_fn": "xseg_torch_memory_fraction",
+        "set_base_alloc_fn": "xseg_torch_base_alloc",
+        "set_record_stream_fn": "xseg_torch_record_stream",
+        "set_begin_allocate_to_pool": "xseg_torch_begin_pool",
+        "set_end_allocate_to_pool_fn": "xseg_torch_end_pool",
+        "set_release_pool": "xseg_torch_release_pool",
+    }
+    for setter, function in hooks.items():
+        getattr(inner, setter)(_address(function))
+    torch.cuda.memory.change_current_allocator(made)
+    # PyTorch keeps the C++ object; this keeps the Python one, which it does not.
+    torch._C._xseg_allocator = made
+    baselines: dict[int, dict[str, int]] = {}
+
+    def figures(device: int) -> dict[str, int]:
+        now = stats(device) if _used(device)[0] else dict.fromkeys(_native.STATISTICS, 0)
+        now["bytes_allocated"], now["bytes_requested"] = _used(device)
+        return now
+
+    def memory_stats(device: int) -> dict[str, Any]:
+        return _shapes(figures(device), baselines.get(device, {}))
+
+    def reset_peak(device: int) -> None:
+        if _used(device)[0]:
+            _check(_c().xseg_reset_peaks(_heap(device)))
+
+    def reset_accumulated(device: int) -> None:
+        baselines[device] = figures(device)
+
+    def fraction(device: int) -> float:
+        limit = ctypes.c_uint64()
+        _check(_c().xseg_limit(_heap(device), ctypes.byref(limit)))
+        total: int = torch.cuda.get_device_properties(device).total_memory
+        return limit.value / total
+
+    torch._C._cuda_memoryStats = memory_stats
+    torch._C._cuda_resetPeakMemoryStats = reset_peak
+    torch._C._cuda_resetAccumulatedMemoryStats = reset_accumulated
+    torch._C._cuda_getMemoryFraction = fraction
+    return "plain"
+
+
+def _shapes(now: dict[str, int], since: dict[str, int]) -> dict[str, Any]:
+    """Figures of the heap in the nested form of torch._C._cuda_memoryStats, counted from `since`."""
+
+    def stat(current: int, peak: int, allocated: int, freed: int) -> dict[str, dict[str, int]]:
+        one = {"current": current, "peak": max(peak, current), "allocated": allocated, "freed": freed}
+        # xseg counts small and large blocks together; they are shown as large ones.
+        return {"all": one, "small_pool": dict.fromkeys(one, 0), "large_pool": dict(one)}
+
+    def counted(name: str) -> int:
+        return now[name] - since.get(name, 0)
+
+    def summed(name: str, held: str) -> tuple[int, int]:
+        total = counted(name)
+        return total, total - now[held] + since.get(held, 0)
+
+    blocks = counted("allocs"), counted("frees")
+    handles = now["calls_create"] - now["calls_release"]
+    made = counted("calls_create"), counted("calls_release")
+    live = summed("bytes_allocated", "allocated")
+    asked = summed("bytes_requested", "requested")
+    active, split = now["allocated"] + now["pending"], now["partly_live_granules"]
+    created = counted("bytes_created")
+    return {
+        "allocation": stat(now["live_blocks"], 0, *blocks),
+        "segment": stat(handles, 0, *made),
+        "active": stat(now["live_blocks"], 0, *blocks),
+        "inactive_split": stat(0, 0, 0, 0),
+        "allocated_bytes": stat(now["allocated"], now["peak_allocated"], *live),
+        "reserved_bytes": stat(
+            now["reserved"], now["peak_reserved"], created, created - now["reserved"] + since.get("reserved", 0)
+        ),
+        "active_bytes": stat(active, now["peak_allocated"], *live),
+        "inactive_split_bytes": stat(split, 0, 0, 0),
+        "requested_bytes": stat(now["requested"], now["peak_requested"], *asked),
+        "oversize_allocations": dict.fromkeys(("current", "peak", "allocated", "freed"), 0),
+        "oversize_segments": dict.fromkeys(("current", "peak", "allocated", "freed"), 0),
+        "num_alloc_retries": counted("host_waits"),
+        "num_ooms": counted("ooms"),
+        "num_sync_all_streams": 0,
+        "num_device_alloc": made[0],
+        "num_device_free": made[1],
+        "max_split_size": -1,
+    }

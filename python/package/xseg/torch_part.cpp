@@ -1,0 +1,478 @@
+// PyTorch's allocator class on xseg. Compiled on the user's machine against the PyTorch that is installed there; the C
+// functions are in the library of the Python module, which this one is linked to.
+#include <torch/csrc/cuda/CUDAPluggableAllocator.h>
+
+#include <c10/core/Allocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "torch_history.hpp"
+#include "xseg.h"
+
+namespace {
+
+namespace cca = c10::cuda::CUDACachingAllocator;
+using c10::CachingDeviceAllocator::BlockInfo;
+using c10::CachingDeviceAllocator::DeviceStats;
+using c10::CachingDeviceAllocator::SegmentInfo;
+using c10::CachingDeviceAllocator::TraceEntry;
+using c10::cuda::MempoolId_t;
+using torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
+using xseg_torch::History;
+using xseg_torch::kDevices;
+
+// What the calling thread's last call failed with, as PyTorch's exception.
+[[noreturn]] void raise(xseg_status status, const std::string& doing) {
+  const std::string why = xseg_last_error();
+  if (status == XSEG_OUT_OF_MEMORY || status == XSEG_ADDRESS_SPACE) {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. xseg: ", why);
+  }
+  TORCH_CHECK(false, "xseg could not ", doing, ": ", why);
+}
+
+void check(xseg_status status, const char* doing) {
+  if (status != XSEG_OK) raise(status, doing);
+}
+
+// The heap of a device; made by the first call.
+xseg_heap* heap_of(int device) {
+  xseg_heap* heap = nullptr;
+  check(xseg_device_heap(device, &heap), "make the heap of a device");
+  return heap;
+}
+
+bool used(int device) {
+  uint64_t allocated = 0;
+  check(xseg_device_totals(device, &allocated, nullptr), "count");
+  return allocated != 0;
+}
+
+struct Figures {
+  xseg_statistics now{};
+  uint64_t allocated = 0;
+  uint64_t requested = 0;
+};
+
+Figures figures(int device) {
+  Figures found;
+  found.now.size = sizeof found.now;
+  if (!used(device)) return found;
+  check(xseg_stats(heap_of(device), &found.now), "read statistics");
+  check(xseg_device_totals(device, &found.allocated, &found.requested), "count");
+  return found;
+}
+
+void set(c10::CachingAllocator::StatArray& stat, uint64_t current, uint64_t peak, uint64_t allocated, uint64_t freed) {
+  c10::CachingAllocator::Stat one;
+  one.current = static_cast<int64_t>(current);
+  one.peak = static_cast<int64_t>(std::max(current, peak));
+  one.allocated = static_cast<int64_t>(allocated);
+  one.freed = static_cast<int64_t>(freed);
+  stat[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)] = one;
+  // xseg counts small and large blocks together; they are shown as large ones.
+  stat[static_cast<size_t>(c10::CachingAllocator::StatType::LARGE_POOL)] = one;
+}
+
+// Never destroyed: tensors may be freed while the process ends.
+History& history() {
+  static auto* one = new History();
+  return *one;
+}
+
+using Filter = std::function<bool(cudaStream_t)>;
+
+int32_t takes(xseg_stream stream, void* user) {
+  try {
+    return (*static_cast<Filter*>(user))(static_cast<cudaStream_t>(stream)) ? 1 : 0;
+  } catch (const std::exception&) {
+    // A filter that fails takes nothing; no exception may pass through the library.
+    return 0;
+  }
+}
+
+void give_back(void* block);
+
+// Allocates, or throws; the address is never null.
+void* take(size_t bytes, int device, cudaStream_t stream);
+
+class Allocator final : public CUDAPluggableAllocator {
+ public:
+  Allocator()
+      : CUDAPluggableAllocator([](size_t bytes, int device, cudaStream_t stream) { return take(bytes, device, stream); },
+                               [](void* block, size_t, int, cudaStream_t) { give_back(block); }) {}
+
+  c10::DataPtr allocate(size_t bytes) override {
+    const auto device = c10::cuda::current_device();
+    void* block = nullptr;
+    if (bytes != 0) block = take(bytes, device, c10::cuda::getCurrentCUDAStream(device).stream());
+    return {block, block, &give_back, c10::Device(c10::DeviceType::CUDA, device)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
+  void* raw_alloc(size_t bytes) override {
+    const auto device = c10::cuda::current_device();
+    return raw_alloc_with_stream(bytes, c10::cuda::getCurrentCUDAStream(device).stream());
+  }
+  void* raw_alloc_with_stream(size_t bytes, cudaStream_t stream) override {
+    return bytes == 0 ? nullptr : take(bytes, c10::cuda::current_device(), stream);
+  }
+  void raw_delete(void* block) override { give_back(block); }
+
+  void recordStream(const c10::DataPtr& block, c10::cuda::CUDAStream stream) override {
+    // Memory of others, as of a tensor made from a pointer, has another deleter.
+    if (block.get() == nullptr || block.get_deleter() != &give_back) return;
+    check(xseg_device_record_use(block.get(), stream.stream()), "record the use of a block");
+  }
+
+  void emptyCache(MempoolId_t) override {
+    for (int device = 0; device < kDevices; device++) {
+      if (used(device)) check(xseg_trim(heap_of(device), nullptr), "trim");
+    }
+  }
+  double getMemoryFraction(c10::DeviceIndex device) override {
+    uint64_t limit = 0;
+    check(xseg_limit(heap_of(device), &limit), "read the limit");
+    return static_cast<double>(limit) / static_cast<double>(getMemoryInfo(device).second);
+  }
+  void setMemoryFraction(double fraction, c10::DeviceIndex device) override {
+    TORCH_CHECK_VALUE(0 <= fraction && fraction <= 1, "a memory fraction is 0 to 1, not ", fraction);
+    const auto bytes = static_cast<uint64_t>(fraction * static_cast<double>(getMemoryInfo(device).second));
+    check(xseg_set_limit(heap_of(device), bytes, nullptr), "set the limit");
+  }
+  void cacheInfo(c10::DeviceIndex device, size_t* largest) override {
+    const auto now = figures(device).now;
+    const size_t room = now.limit > now.reserved ? now.limit - now.reserved : 0;
+    *largest = std::max({*largest, static_cast<size_t>(now.largest_free), std::min(room, getMemoryInfo(device).first)});
+  }
+  void* getBaseAllocation(void* block, size_t* bytes) override { return xseg_torch_base_alloc(block, bytes); }
+
+  DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    const auto found = figures(device);
+    const auto& now = found.now;
+    const auto since = baseline(device);
+    DeviceStats stats;
+    const auto allocs = now.allocs - since.now.allocs, frees = now.frees - since.now.frees;
+    const auto made = now.calls_create - since.now.calls_create, gone = now.calls_release - since.now.calls_release;
+    const auto bytes = found.allocated - since.allocated, asked = found.requested - since.requested;
+    const auto created = now.bytes_created - since.now.bytes_created;
+    set(stats.allocation, now.live_blocks, 0, allocs, frees);
+    set(stats.active, now.live_blocks, 0, allocs, frees);
+    set(stats.segment, now.calls_create - now.calls_release, 0, made, gone);
+    set(stats.allocated_bytes, now.allocated, now.peak_allocated, bytes, bytes - now.allocated + since.now.allocated);
+    set(stats.active_bytes, now.allocated + now.pending, now.peak_allocated, bytes,
+        bytes - now.allocated + since.now.allocated);
+    set(stats.requested_bytes, now.requested, now.peak_requested, asked, asked - now.requested + since.now.requested);
+    set(stats.reserved_bytes, now.reserved, now.peak_reserved, created, created - now.reserved + since.now.reserved);
+    set(stats.inactive_split_bytes, now.partly_live_granules, 0, 0, 0);
+    stats.num_alloc_retries = static_cast<int64_t>(now.host_waits - since.now.host_waits);
+    stats.num_ooms = static_cast<int64_t>(now.ooms - since.now.ooms);
+    stats.num_device_alloc = static_cast<int64_t>(made);
+    stats.num_device_free = static_cast<int64_t>(gone);
+    stats.max_split_size = -1;
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex device) override {
+    const auto now = figures(device);
+    std::lock_guard<std::mutex> lock(mutex_);
+    since_[device] = now;
+  }
+  void resetPeakStats(c10::DeviceIndex device) override {
+    if (used(device)) check(xseg_reset_peaks(heap_of(device)), "reset the peaks");
+  }
+
+  cca::SnapshotInfo snapshot(MempoolId_t pool, bool traces) override;
+
+  void recordHistory(bool on, cca::CreateContextFn context, size_t entries, cca::RecordContext when, bool clear,
+                     const std::vector<std::string>& skipped) override {
+    history().set(on, context, entries, when, clear, skipped);
+  }
+  bool isHistoryEnabled() override { return history().on(); }
+  void attachOutOfMemoryObserver(cca::OutOfMemoryObserver observer) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    observers_.push_back(std::move(observer));
+  }
+  // Told of mappings alone: there are no segments of another kind. NCCL's tracker, which registers those, has nothing to do.
+  void attachAllocatorTraceTracker(cca::AllocatorTraceTracker tracker) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    trackers_.push_back(std::move(tracker));
+    tracked_.store(true, std::memory_order_relaxed);
+  }
+  void tell_trackers(const TraceEntry& entry) {
+    if (!tracked_.load(std::memory_order_relaxed)) return;
+    std::vector<cca::AllocatorTraceTracker> told;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      told = trackers_;
+    }
+    for (const auto& tracker : told) {
+      try {
+        tracker(entry);
+      } catch (const std::exception& error) {
+        // No exception may pass through the library.
+        TORCH_WARN("xseg: a tracker of mappings failed: ", error.what());
+      }
+    }
+  }
+
+  void beginAllocateToPool(c10::DeviceIndex device, MempoolId_t pool, Filter filter) override {
+    std::lock_guard<std::mutex> lock(pools_mutex_);
+    auto own = std::make_unique<Filter>(std::move(filter));
+    check(xseg_device_begin_pool(device, {pool.first, pool.second}, &takes, own.get()), "open a pool");
+    filters_[{device, pool}].push_back(std::move(own));
+  }
+  void endAllocateToPool(c10::DeviceIndex device, MempoolId_t pool) override {
+    std::lock_guard<std::mutex> lock(pools_mutex_);
+    check(xseg_device_end_pool(device, {pool.first, pool.second}), "close a pool");
+    auto& filters = filters_[{device, pool}];
+    if (!filters.empty()) filters.pop_back();
+  }
+  void releasePool(c10::DeviceIndex device, MempoolId_t pool) override {
+    // Called by destructors, which an exception would end the process in.
+    if (xseg_release_capture(heap_of(device), {pool.first, pool.second}) != XSEG_OK) {
+      TORCH_WARN("xseg could not release a pool: ", xseg_last_error());
+    }
+  }
+  void createOrIncrefPool(c10::DeviceIndex device, MempoolId_t pool, std::shared_ptr<CUDAAllocator> other) override {
+    TORCH_CHECK(other == nullptr, "a torch.cuda.MemPool with an allocator of its own does not work on xseg; leave the allocator out");
+    check(xseg_retain_capture(heap_of(device), {pool.first, pool.second}), "make a pool");
+  }
+  int getPoolUseCount(c10::DeviceIndex device, MempoolId_t pool) override {
+    uint32_t uses = 0;
+    check(xseg_capture_uses(heap_of(device), {pool.first, pool.second}, &uses), "count the uses of a pool");
+    return static_cast<int>(uses);
+  }
+
+  // The end of every pool sets this to false.
+  void setUseOnOOM(c10::DeviceIndex, MempoolId_t, bool wanted) override {
+    TORCH_CHECK(!wanted, "torch.cuda.MemPool(use_on_oom=True) does not work on xseg; leave it out");
+  }
+  void setNoSplit(c10::DeviceIndex, MempoolId_t) override {
+    TORCH_CHECK(false, "torch.cuda.MemPool(no_split=True) does not work on xseg; leave it out");
+  }
+
+  std::shared_ptr<cca::AllocatorState> getCheckpointState(c10::DeviceIndex, MempoolId_t) override { no_trees(); }
+  cca::CheckpointDelta setCheckpointPoolState(c10::DeviceIndex, std::shared_ptr<cca::AllocatorState>) override {
+    no_trees();
+  }
+  cca::ShareableHandle shareIpcHandle(void*) override { no_sharing(); }
+  std::shared_ptr<void> getIpcDevPtr(std::string) override { no_sharing(); }
+
+  cudaError_t memcpyAsync(void* to, int to_device, const void* from, int from_device, size_t bytes, cudaStream_t stream,
+                          bool peers) override {
+    // Without access to each other, only the call that names the devices can copy mapped memory.
+    if (to_device != from_device) return cudaMemcpyPeerAsync(to, to_device, from, from_device, bytes, stream);
+    return CUDAPluggableAllocator::memcpyAsync(to, to_device, from, from_device, bytes, stream, peers);
+  }
+  std::string name() override { return "xseg"; }
+
+  // Before the exception for it: PyTorch's observers.
+  void tell_out_of_memory(int device, size_t bytes) {
+    std::vector<cca::OutOfMemoryObserver> told;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      told = observers_;
+    }
+    if (told.empty() && !history().on()) return;
+    const auto memory = getMemoryInfo(static_cast<c10::DeviceIndex>(device));
+    history().note(TraceEntry::OOM, device, memory.first, bytes, nullptr);
+    for (const auto& observer : told) observer(device, bytes, memory.second, memory.first);
+  }
+
+ private:
+  // What counting began with.
+  Figures baseline(int device) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return since_[device];
+  }
+
+  [[noreturn]] static void no_trees() {
+    TORCH_CHECK(false,
+                "xseg has no checkpoints of pools, which torch.compile(mode=\"reduce-overhead\") needs for its graph trees; "
+                "set torch._inductor.config.triton.cudagraph_trees = False, use another mode, or run with XSEG_CONF=off");
+  }
+  [[noreturn]] static void no_sharing() {
+    TORCH_CHECK(false,
+                "tensors on xseg cannot be shared between processes by CUDA's IPC handles; send them through host memory, or "
+                "run with XSEG_CONF=off");
+  }
+
+  // Never held while the heap is called, whose callbacks take it.
+  std::mutex mutex_;
+  std::vector<cca::OutOfMemoryObserver> observers_;
+  std::vector<cca::AllocatorTraceTracker> trackers_;
+  std::atomic<bool> tracked_{false};
+  std::mutex pools_mutex_;
+  std::map<std::pair<int, MempoolId_t>, std::vector<std::unique_ptr<Filter>>> filters_;
+  Figures since_[kDevices];
+};
+
+// Never destroyed either.
+std::shared_ptr<Allocator>& allocator() {
+  static auto* one = new std::shared_ptr<Allocator>();
+  return *one;
+}
+
+void report(void* block, int64_t bytes, int device) {
+  const auto now = figures(device).now;
+  c10::reportMemoryUsageToProfiler(block, bytes, now.allocated, now.reserved,
+                                   c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)));
+}
+
+// Lets others that hold memory give some up, as PyTorch's own allocator does; says whether any did.
+bool others_freed() {
+  bool freed = false;
+  for (const auto& name : c10::FreeCudaMemoryCallbacksRegistry()->Keys()) {
+    freed |= c10::FreeCudaMemoryCallbacksRegistry()->Create(name)->Execute();
+  }
+  return freed;
+}
+
+void* take(size_t bytes, int device, cudaStream_t stream) {
+  void* block = nullptr;
+  auto status = xseg_device_alloc(device, bytes, stream, &block);
+  if (C10_UNLIKELY(status == XSEG_OUT_OF_MEMORY) && others_freed()) {
+    status = xseg_device_alloc(device, bytes, stream, &block);
+  }
+  if (C10_UNLIKELY(status != XSEG_OK)) {
+    const std::string why = xseg_last_error();
+    if (status == XSEG_OUT_OF_MEMORY) allocator()->tell_out_of_memory(device, bytes);
+    if (status == XSEG_OUT_OF_MEMORY || status == XSEG_ADDRESS_SPACE) {
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. xseg: ", why);
+    }
+    TORCH_CHECK(false, "xseg could not allocate: ", why);
+  }
+  if (C10_UNLIKELY(history().on())) {
+    size_t rounded = 0;
+    xseg_torch_base_alloc(block, &rounded);
+    history().allocated(device, block, rounded, stream, history().context(cca::RecordContext::STATE));
+  }
+  if (C10_UNLIKELY(c10::memoryProfilingEnabled())) report(block, static_cast<int64_t>(bytes), device);
+  return block;
+}
+
+void give_back(void* block) {
+  if (block == nullptr) return;
+  const bool recorded = history().on(), profiled = c10::memoryProfilingEnabled();
+  if (C10_UNLIKELY(recorded || profiled)) {
+    int device = 0;
+    uint64_t asked = 0, rounded = 0;
+    if (xseg_device_block(block, &device, &asked, &rounded) == XSEG_OK) {
+      // Before the free, so that no other thread's allocation of the same address comes first.
+      if (recorded) history().freed(device, block, rounded, history().context(cca::RecordContext::ALL));
+      if (profiled) report(block, -static_cast<int64_t>(asked), device);
+    }
+  }
+  const auto status = xseg_device_free(block);
+  if (C10_UNLIKELY(status != XSEG_OK)) TORCH_WARN("xseg could not free a block: ", xseg_last_error());
+}
+
+cca::SnapshotInfo Allocator::snapshot(MempoolId_t pool, bool traces) {
+  cca::SnapshotInfo found;
+  const bool all = pool.first == 0 && pool.second == 0;
+  found.device_traces.resize(std::max<int>(c10::cuda::device_count(), 1));
+  for (int device = 0; device < static_cast<int>(found.device_traces.size()); device++) {
+    if (!used(device)) continue;
+    auto* heap = heap_of(device);
+    std::vector<xseg_region> regions;
+    size_t count = 0;
+    do {
+      // Others may allocate between the two calls.
+      regions.resize(count + count / 8 + 64);
+      check(xseg_regions(heap, regions.data(), regions.size(), &count), "list the blocks");
+    } while (count > regions.size());
+    regions.resize(count);
+    size_t end = 0;
+    MempoolId_t owner{0, 0};
+    for (const auto& region : regions) {
+      const MempoolId_t own{region.pool.first, region.pool.second};
+      if (!all && own != pool) continue;
+      const auto address = reinterpret_cast<size_t>(region.address);
+      if (found.segments.empty() || end != address || own != owner || found.segments.back().device != device) {
+        SegmentInfo segment;
+        segment.device = static_cast<c10::DeviceIndex>(device);
+        segment.address = address;
+        // Streams share one address space; each block's stream is in the trace.
+        segment.stream = nullptr;
+        segment.is_large = region.small == 0;
+        segment.is_expandable = true;
+        segment.owner_private_pool_id = own;
+        found.segments.push_back(std::move(segment));
+      }
+      end = address + region.bytes;
+      owner = own;
+      auto& segment = found.segments.back();
+      BlockInfo block;
+      block.size = region.bytes;
+      block.requested_size = region.requested;
+      block.allocated = region.state == XSEG_LIVE;
+      // A history says of every block that its free is completed at once; the viewers take it by its word.
+      block.active = block.allocated;
+      if (block.allocated) block.context_when_allocated = history().of(region.address);
+      segment.total_size += block.size;
+      if (block.allocated) segment.allocated_size += block.size;
+      if (block.active) segment.active_size += block.size;
+      if (block.allocated) segment.requested_size += block.requested_size;
+      segment.blocks.push_back(std::move(block));
+    }
+    if (traces) {
+      history().note(TraceEntry::SNAPSHOT, device, 0, figures(device).now.reserved, nullptr);
+      found.device_traces[device] = history().trace(device);
+    }
+  }
+  // Clock ticks become microseconds, as the rest of PyTorch expects them.
+  c10::ApproximateClockToUnixTimeConverter clock;
+  const auto convert = clock.makeConverter();
+  for (auto& trace : found.device_traces) {
+    for (auto& entry : trace) entry.time_.t_ = convert(entry.time_.approx_t_) / 1000;
+  }
+  auto& config = found.config_metadata;
+  config.garbage_collection_threshold = 0;
+  config.max_split_size = SIZE_MAX;
+  config.pinned_num_register_threads = 1;
+  config.expandable_segments = true;
+  config.release_lock_on_malloc = false;
+  config.pinned_use_host_register = false;
+  config.graph_capture_record_stream_reuse = false;
+  config.last_allocator_settings = "xseg";
+  return found;
+}
+
+void watch(const xseg_mapping_event* event, void*) {
+  const auto action = event->change == XSEG_UNMAPPING ? TraceEntry::SEGMENT_UNMAP : TraceEntry::SEGMENT_MAP;
+  const auto device = static_cast<int>(event->device);
+  const auto address = reinterpret_cast<size_t>(event->address);
+  if (history().on()) history().note(action, device, address, event->bytes, nullptr);
+  allocator()->tell_trackers(TraceEntry(action, static_cast<c10::DeviceIndex>(device), address, event->bytes, nullptr,
+                                        MempoolId_t{0, 0}, c10::getApproximateTime()));
+}
+
+}  // namespace
+
+// Makes xseg the allocator of this process; null, or why not.
+extern "C" __attribute__((visibility("default"))) const char* xseg_torch_install() {
+  static auto* why = new std::string();
+  try {
+    allocator() = std::make_shared<Allocator>();
+    if (xseg_device_watch(&watch, nullptr) != XSEG_OK) {
+      *why = xseg_last_error();
+      return why->c_str();
+    }
+    torch::cuda::CUDAPluggableAllocator::changeCurrentAllocator(allocator());
+    // `torch.accelerator` and others look here.
+    c10::SetAllocator(c10::DeviceType::CUDA, allocator().get(), 255);
+  } catch (const std::exception& error) {
+    *why = error.what();
+    return why->c_str();
+  }
+  return nullptr;
+}

@@ -1,0 +1,282 @@
+//! Heaps and blocks as Python classes.
+
+use crate::errors::{PointerError, raise};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+use xseg::backend::BackendKind;
+use xseg::{Allocation, PoolId, StreamFilter, StreamId};
+
+/// A heap: an allocator for one device.
+///
+/// `conf` is the policy in the form of the environment variable XSEG_CONF, whose value counts where `conf` is None.
+/// Any thread may use a heap. Streams are numbers: a `cudaStream_t` on a GPU (`torch.cuda.Stream.cuda_stream`), 0 the
+/// default one.
+///
+/// Raises ConfigError, and Error where the backend cannot be used.
+#[pyclass(module = "xseg", frozen)]
+#[derive(Debug)]
+pub(crate) struct Heap {
+    heap: xseg::Heap,
+}
+
+#[pymethods]
+impl Heap {
+    #[new]
+    #[pyo3(signature = (conf=None))]
+    fn new(py: Python<'_>, conf: Option<String>) -> PyResult<Self> {
+        let made = py.detach(|| match conf {
+            Some(conf) => xseg::Heap::builder().conf(&conf).and_then(xseg::HeapBuilder::build),
+            None => xseg::Heap::from_env(),
+        });
+        Ok(Self { heap: made.map_err(raise)? })
+    }
+
+    /// Allocate `bytes` for work on `stream`. The block is freed when it is closed, its `with` ends, or it is collected.
+    ///
+    /// Raises OutOfMemoryError.
+    #[pyo3(signature = (bytes, stream=0))]
+    fn alloc(&self, py: Python<'_>, bytes: u64, stream: u64) -> PyResult<Block> {
+        let found = py.detach(|| self.heap.alloc(bytes, StreamId(stream))).map_err(raise)?;
+        let kind = self.heap.backend().kind();
+        Ok(Block { address: found.address(), bytes, stream, kind, found: std::sync::Mutex::new(Some(found)) })
+    }
+
+    /// As `alloc`, for a bare address that `free` frees.
+    #[pyo3(signature = (bytes, stream=0))]
+    fn alloc_raw(&self, py: Python<'_>, bytes: u64, stream: u64) -> PyResult<u64> {
+        py.detach(|| self.heap.alloc_raw(bytes, StreamId(stream))).map_err(raise)
+    }
+
+    /// Free a block of `alloc_raw` by its address. Never waits. Raises PointerError.
+    fn free(&self, address: u64) -> PyResult<()> {
+        self.heap.free_raw(address).map_err(raise)
+    }
+
+    /// Work on `stream`, queued up to its free, uses the block at `address`.
+    fn record_use(&self, address: u64, stream: u64) -> PyResult<()> {
+        self.heap.record_use(address, StreamId(stream)).map_err(raise)
+    }
+
+    /// The bytes that were asked for and those that the block at `address` takes up.
+    fn block_size(&self, address: u64) -> PyResult<(u64, u64)> {
+        self.heap.block_size(address).map_err(raise)
+    }
+
+    /// Give idle memory back to the driver; returns the bytes.
+    fn trim(&self, py: Python<'_>) -> u64 {
+        py.detach(|| self.heap.trim().released)
+    }
+
+    /// Do deferred work; never waits for the device.
+    fn tick(&self, py: Python<'_>) {
+        py.detach(|| self.heap.tick());
+    }
+
+    /// `stream` is going to be destroyed: what it freed belongs to all when its work has passed.
+    fn retire_stream(&self, stream: u64) -> PyResult<()> {
+        self.heap.retire_stream(StreamId(stream)).map_err(raise)
+    }
+
+    /// Keep the memory behind a range where it is until `unpin`.
+    fn pin(&self, address: u64, bytes: u64) -> PyResult<()> {
+        self.heap.pin(address, bytes).map_err(raise)
+    }
+
+    /// End one `pin` of the same range.
+    fn unpin(&self, address: u64, bytes: u64) -> PyResult<()> {
+        self.heap.unpin(address, bytes).map_err(raise)
+    }
+
+    /// Allocations of `streams` (None: of all) come from the capture pool `pool`, a pair of numbers, until `end_capture`.
+    #[pyo3(signature = (pool, streams=None))]
+    fn begin_capture(&self, py: Python<'_>, pool: (u64, u64), streams: Option<Vec<u64>>) -> PyResult<()> {
+        let filter = streams
+            .map_or(StreamFilter::All, |streams| StreamFilter::Streams(streams.into_iter().map(StreamId).collect()));
+        py.detach(|| self.heap.begin_capture(PoolId(pool.0, pool.1), filter)).map_err(raise)
+    }
+
+    /// End the recording of a pool; the pool stays.
+    fn end_capture(&self, pool: (u64, u64)) -> PyResult<()> {
+        self.heap.end_capture(PoolId(pool.0, pool.1)).map_err(raise)
+    }
+
+    /// End one use of a pool, as when a graph is destroyed.
+    fn release_capture(&self, pool: (u64, u64)) -> PyResult<()> {
+        self.heap.release_capture(PoolId(pool.0, pool.1)).map_err(raise)
+    }
+
+    /// Call `callback(bytes)` before an out-of-memory error; when it returns a true value, the request is tried again.
+    /// What it raises is printed and counts as false.
+    fn on_out_of_memory(&self, callback: Py<PyAny>) {
+        self.heap.on_out_of_memory(Box::new(move |bytes| {
+            Python::attach(|py| {
+                let called = callback.call1(py, (bytes,)).and_then(|said| said.is_truthy(py));
+                called.unwrap_or_else(|error| {
+                    error.print(py);
+                    false
+                })
+            })
+        }));
+    }
+
+    /// What the heap did and holds: bytes and counts by name.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = py.detach(|| self.heap.stats());
+        let named = PyDict::new(py);
+        for (name, value) in xseg_capi::named_statistics(&stats) {
+            named.set_item(name, value)?;
+        }
+        Ok(named)
+    }
+
+    /// Set the peaks to the present values.
+    fn reset_peaks(&self) {
+        self.heap.reset_peaks();
+    }
+
+    /// Check the heap's own books, for tests and bug reports; raises AssertionError.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.heap.check()).map_err(pyo3::exceptions::PyAssertionError::new_err)
+    }
+
+    /// Most physical memory that may exist, in bytes; None: no bound.
+    #[getter]
+    fn limit(&self) -> Option<u64> {
+        Some(self.heap.limit()).filter(|limit| *limit != u64::MAX)
+    }
+
+    /// Set the limit in bytes; None: no bound. Returns what exists afterwards.
+    #[pyo3(signature = (bytes))]
+    fn set_limit(&self, py: Python<'_>, bytes: Option<u64>) -> u64 {
+        py.detach(|| self.heap.set_limit(bytes.unwrap_or(u64::MAX)))
+    }
+
+    /// "cuda", "host" or "sim".
+    #[getter]
+    fn backend(&self) -> &'static str {
+        self.heap.backend().kind().name()
+    }
+
+    /// The settings that differ from the defaults, in the form of XSEG_CONF.
+    #[getter]
+    fn conf(&self) -> String {
+        self.heap.config().to_string()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<xseg.Heap on {}>", self.backend())
+    }
+}
+
+/// A block of a heap's memory.
+///
+/// On a GPU it has `__cuda_array_interface__`, as bytes, so that `torch.as_tensor(block)` or `cupy.asarray(block)` look at it.
+#[pyclass(module = "xseg", frozen)]
+#[derive(Debug)]
+pub(crate) struct Block {
+    address: u64,
+    bytes: u64,
+    stream: u64,
+    kind: BackendKind,
+    found: std::sync::Mutex<Option<Allocation>>,
+}
+
+impl Block {
+    fn live<T>(&self, use_it: impl FnOnce(&Allocation) -> T) -> PyResult<T> {
+        let found = self.found.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        found.as_ref().map(use_it).ok_or_else(|| PointerError::new_err("the block is closed"))
+    }
+}
+
+#[pymethods]
+impl Block {
+    /// First address. Raises PointerError for a closed block.
+    #[getter]
+    fn address(&self) -> PyResult<u64> {
+        self.live(|_| self.address)
+    }
+
+    /// Bytes that were asked for.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The stream that it was allocated for.
+    #[getter]
+    fn stream(&self) -> u64 {
+        self.stream
+    }
+
+    /// Is the block freed?
+    #[getter]
+    fn closed(&self) -> bool {
+        self.live(|_| ()).is_err()
+    }
+
+    /// Work on `stream`, queued before the block is freed, uses it too.
+    fn record_use(&self, stream: u64) -> PyResult<()> {
+        self.live(|found| found.record_use(StreamId(stream)))?.map_err(raise)
+    }
+
+    /// Free the block now; again is no error. Never waits.
+    fn close(&self) {
+        let taken = self.found.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        drop(taken);
+    }
+
+    /// The memory as a writable memoryview of bytes, on host memory only. It must not be used after the block is closed.
+    fn view<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
+        let block = slf.get();
+        block.live(|_| ())?;
+        if block.kind != BackendKind::Host {
+            return Err(pyo3::exceptions::PyTypeError::new_err(format!("the host cannot read {} memory", block.kind)));
+        }
+        let ctypes = py.import("ctypes")?;
+        let array = ctypes.getattr("c_ubyte")?.mul(block.bytes)?;
+        let array = array.call_method1("from_address", (block.address,))?;
+        array.setattr("_block", slf)?;
+        let view = py.import("builtins")?.getattr("memoryview")?.call1((array,))?;
+        view.call_method1("cast", ("B",))
+    }
+
+    #[getter]
+    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let address = self.address()?;
+        if self.kind != BackendKind::Cuda {
+            return Err(pyo3::exceptions::PyAttributeError::new_err("the block is not on a GPU"));
+        }
+        let interface = PyDict::new(py);
+        interface.set_item("shape", PyTuple::new(py, [self.bytes])?)?;
+        interface.set_item("typestr", "|u1")?;
+        interface.set_item("data", (address, false))?;
+        interface.set_item("strides", py.None())?;
+        interface.set_item("version", 3)?;
+        // 1 is the legacy default stream; 0 is not allowed there.
+        interface.set_item("stream", self.stream.max(1))?;
+        Ok(interface)
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_why))]
+    fn __exit__(&self, _why: &Bound<'_, PyTuple>) {
+        self.close();
+    }
+
+    fn __len__(&self) -> usize {
+        self.bytes as usize
+    }
+
+    fn __repr__(&self) -> String {
+        match self.live(|_| ()) {
+            Ok(()) => {
+                format!("<xseg.Block of {} bytes at {:#x} on stream {:#x}>", self.bytes, self.address, self.stream)
+            }
+            Err(_) => "<xseg.Block, closed>".into(),
+        }
+    }
+}

@@ -1,0 +1,191 @@
+"""Heaps on host memory: no GPU and no PyTorch are needed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import xseg
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def heap() -> xseg.Heap:
+    return xseg.Heap("backend:host,limit:64MiB")
+
+
+def test_a_block_holds_what_is_written(heap: xseg.Heap) -> None:
+    with heap.alloc(3 * MIB + 5) as block:
+        assert (block.nbytes, len(block), block.stream, block.closed) == (3 * MIB + 5, 3 * MIB + 5, 0, False)
+        assert block.address % 512 == 0
+        view = block.view()
+        view[:4] = b"xseg"
+        view[-1] = 7
+        assert bytes(view[:4]) == b"xseg" and view[-1] == 7 and len(view) == 3 * MIB + 5
+        assert heap.block_size(block.address) == (3 * MIB + 5, 3 * MIB + 512)
+        stats = heap.stats()
+        assert (stats["live_blocks"], stats["requested"], stats["allocated"]) == (1, 3 * MIB + 5, 3 * MIB + 512)
+    assert block.closed and heap.stats()["live_blocks"] == 0
+    heap.check()
+
+
+def test_a_block_is_freed_with_its_last_reference(heap: xseg.Heap) -> None:
+    block = heap.alloc(MIB)
+    del block
+    gc.collect()
+    assert heap.stats()["allocated"] == 0
+
+
+def test_a_view_keeps_its_block(heap: xseg.Heap) -> None:
+    view = heap.alloc(MIB).view()
+    gc.collect()
+    view[0] = 1
+    assert heap.stats()["live_blocks"] == 1
+    del view
+    gc.collect()
+    assert heap.stats()["live_blocks"] == 0
+
+
+def test_a_block_outlives_the_heap_object() -> None:
+    block = xseg.Heap("backend:host,limit:64MiB").alloc(MIB)
+    gc.collect()
+    block.view()[:3] = b"abc"
+    assert bytes(block.view()[:3]) == b"abc"
+
+
+def test_memory_moves_where_holes_are_too_small(heap: xseg.Heap) -> None:
+    blocks = [heap.alloc(4 * MIB) for _ in range(16)]
+    for index, block in enumerate(blocks):
+        block.view()[0] = index
+    for block in blocks[::2]:
+        block.close()
+    with heap.alloc(24 * MIB):
+        stats = heap.stats()
+        assert stats["bytes_moved"] >= 20 * MIB and stats["bytes_copied"] == 0
+        assert [block.view()[0] for block in blocks[1::2]] == list(range(1, 16, 2))
+    heap.check()
+
+
+def test_out_of_memory_is_caught_and_the_heap_goes_on(heap: xseg.Heap) -> None:
+    with pytest.raises(xseg.OutOfMemoryError, match="limit 64.000 MiB"):
+        heap.alloc(65 * MIB)
+    with heap.alloc(60 * MIB):
+        pass
+    assert heap.stats()["ooms"] == 1
+
+
+def test_a_callback_frees_memory(heap: xseg.Heap) -> None:
+    kept = [heap.alloc(60 * MIB)]
+    asked = []
+
+    def rescue(bytes: int) -> bool:
+        asked.append(bytes)
+        return bool(kept) and kept.pop().close() is None
+
+    heap.on_out_of_memory(rescue)
+    with heap.alloc(40 * MIB):
+        assert asked == [40 * MIB] and not kept
+
+
+def test_a_callback_that_raises_does_not_hide_the_error(heap: xseg.Heap, capfd: pytest.CaptureFixture[str]) -> None:
+    heap.on_out_of_memory(lambda bytes: 1 / 0)
+    with pytest.raises(xseg.OutOfMemoryError):
+        heap.alloc(65 * MIB)
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_wrong_addresses(heap: xseg.Heap) -> None:
+    address = heap.alloc_raw(MIB)
+    heap.free(address)
+    with pytest.raises(xseg.PointerError, match="freed already"):
+        heap.free(address)
+    with pytest.raises(xseg.PointerError, match="outside"):
+        heap.free(512)
+    block = heap.alloc(1)
+    block.close()
+    block.close()
+    for use in (lambda: block.address, block.view, lambda: block.record_use(0)):
+        with pytest.raises(xseg.PointerError, match="closed"):
+            use()
+
+
+def test_wrong_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(xseg.ConfigError, match="did you mean `limit`"):
+        xseg.Heap("limitt:4G")
+    monkeypatch.setenv("XSEG_CONF", "limit:12parsec")
+    with pytest.raises(xseg.ConfigError, match="limit"):
+        xseg.Heap()
+    with pytest.raises(xseg.ConfigError):
+        xseg.check_conf()
+    monkeypatch.setenv("XSEG_CONF", "backend:host,limit:32MiB")
+    heap = xseg.Heap()
+    assert (heap.limit, heap.backend, heap.conf) == (32 * MIB, "host", "limit:32MiB,backend:host")
+    assert xseg.check_conf("defrag:on_pressure") == ""
+
+
+def test_limit_and_trim(heap: xseg.Heap) -> None:
+    heap.alloc(32 * MIB).close()
+    assert heap.stats()["reserved"] >= 32 * MIB
+    assert heap.trim() >= 32 * MIB and heap.stats()["reserved"] == 0
+    assert heap.set_limit(16 * MIB) == 0 and heap.limit == 16 * MIB
+    with pytest.raises(xseg.OutOfMemoryError):
+        heap.alloc(17 * MIB)
+    heap.set_limit(None)
+    assert heap.limit is None
+    heap.tick()
+    heap.reset_peaks()
+    assert heap.stats()["peak_allocated"] == 0
+
+
+def test_capture_pools(heap: xseg.Heap) -> None:
+    heap.begin_capture((0, 1), streams=[0])
+    with pytest.raises(xseg.Error):
+        heap.begin_capture((0, 1))
+    heap.alloc(4 * MIB).close()
+    heap.end_capture((0, 1))
+    assert heap.stats()["captured"] >= 4 * MIB
+    heap.release_capture((0, 1))
+    assert heap.stats()["captured"] == 0
+    with pytest.raises(xseg.Error):
+        heap.release_capture((0, 1))
+
+
+def test_pins(heap: xseg.Heap) -> None:
+    with heap.alloc(4 * MIB) as block:
+        heap.pin(block.address, block.nbytes)
+        assert heap.stats()["pinned"] >= 4 * MIB
+        heap.unpin(block.address, block.nbytes)
+        assert heap.stats()["pinned"] == 0
+    with pytest.raises(xseg.Error):
+        heap.retire_stream(12345)
+
+
+def test_only_a_gpu_has_the_cuda_interface(heap: xseg.Heap) -> None:
+    block = heap.alloc(MIB)
+    assert not hasattr(block, "__cuda_array_interface__")
+    with pytest.raises(TypeError, match="sim"):
+        xseg.Heap("backend:sim,limit:64MiB").alloc(1).view()
+
+
+def test_threads() -> None:
+    heap = xseg.Heap("backend:host,limit:256MiB")
+    wrong = []
+
+    def work(number: int) -> None:
+        for round_ in range(100):
+            size = 1 + (number * 7919 + round_ * 104729) % (2 * MIB)
+            with heap.alloc(size) as block:
+                view = block.view()
+                view[0] = view[-1] = number
+                if (view[0], view[-1]) != (number, number):
+                    wrong.append((number, round_))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and heap.stats()["allocated"] == 0
+    heap.check()

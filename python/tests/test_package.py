@@ -1,0 +1,110 @@
+"""The package around the heaps: the command line, and what ``install`` says where there is nothing to install into."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import xseg
+from xseg import _build, _native
+
+
+def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], env={**os.environ, **env}, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_command_line() -> None:
+    shown = run("-m", "xseg", "conf", XSEG_CONF="limit:40G")
+    assert shown.returncode == 0 and "40GiB" in shown.stdout
+    assert f"xseg {xseg.__version__}" in run("-m", "xseg", "--version").stdout
+    wrong = run("-m", "xseg", "reply")
+    assert wrong.returncode == 2 and "replay" in wrong.stderr
+    missing = run("-m", "xseg", "replay", "nothing.trace")
+    assert missing.returncode == 2 and "nothing.trace" in missing.stderr
+
+
+def test_a_trace_is_replayed(tmp_path: Path) -> None:
+    trace = tmp_path / "small.trace"
+    trace.write_text("# a small trace\n# {}\na,1,4194304,0,1\na,2,8388608,0,2\nf,1,3\nf,2,4\n")
+    done = run("-m", "xseg", "replay", str(trace), "--backend", "host", "--verify", "--json")
+    assert done.returncode == 0 and '"mismatches":0' in done.stdout.replace(" ", "")
+
+
+def test_everything_public_is_documented_and_typed() -> None:
+    stub = Path(_native.__file__).with_name("_native.pyi").read_text()
+    for kind in (xseg.Heap, xseg.Block):
+        for name in vars(kind):
+            if name.startswith("_"):
+                continue
+            assert getattr(kind, name).__doc__, f"{kind.__name__}.{name} has no text"
+            assert re.search(rf"def {name}\(", stub), f"{kind.__name__}.{name} is not in the stub"
+    for name in xseg.__all__:
+        assert getattr(xseg, name) is not None
+        assert name == "__version__" or getattr(xseg, name).__doc__, f"{name} has no text"
+    assert Path(xseg.__file__).with_name("py.typed").exists()
+
+
+def test_the_switch_needs_no_torch() -> None:
+    code = "import sys, xseg; print(xseg.install('limit:4G'), xseg.installed(), 'torch' in sys.modules)"
+    done = run("-c", code, XSEG_CONF=" off ")
+    assert done.stdout.split() == ["off", "off", "False"], done.stderr
+
+
+def test_install_refuses_what_cannot_work() -> None:
+    with pytest.raises(xseg.ConfigError, match="did you mean"):
+        xseg.install("limitt:4G")
+    with pytest.raises(xseg.ConfigError, match="no GPU's memory"):
+        xseg.install("backend:host")
+    with pytest.raises(RuntimeError, match="install"):
+        xseg.stats()
+    assert xseg.installed() is None
+
+
+def test_the_c_functions_are_in_the_module() -> None:
+    import ctypes
+
+    library = ctypes.CDLL(_native.__file__)
+    names = re.findall(r"^\S.*?[ *](xseg_\w+)\(", _native.header(), re.M)
+    assert len(names) > 40
+    for name in names:
+        assert getattr(library, name)
+    library.xseg_version_string.restype = ctypes.c_char_p
+    assert library.xseg_version_string().decode() == xseg.__version__
+
+
+def test_without_a_compiler_the_text_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(_build.BuildError, match="no-such-compiler.*install g"):
+        _build._compiler()
+    monkeypatch.setenv("XSEG_CACHE", "/proc/nowhere")
+    assert _build.cache_folder() == Path("/proc/nowhere")
+
+
+def test_fork_leaves_device_heaps_alone() -> None:
+    code = """
+import ctypes, os, xseg
+from xseg import _native
+c = ctypes.CDLL(_native.__file__)
+c.xseg_last_error.restype = ctypes.c_char_p
+c.xseg_device_alloc.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]
+c.xseg_device_free.argtypes = [ctypes.c_void_p]
+block = ctypes.c_void_p()
+assert c.xseg_device_alloc(0, 4096, None, ctypes.byref(block)) == 0
+child = os.fork()
+if child == 0:
+    other = ctypes.c_void_p()
+    refused = c.xseg_device_alloc(0, 4096, None, ctypes.byref(other))
+    said = b"fork" in c.xseg_last_error()
+    os._exit(0 if refused == 8 and said and c.xseg_device_free(block) == 0 else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert c.xseg_device_free(block) == 0 and c.xseg_device_free(block) == 3
+print("ok")
+"""
+    done = run("-c", code, XSEG_CONF="backend:host,limit:64MiB")
+    assert done.stdout == "ok\n", done.stderr

@@ -1,0 +1,144 @@
+"""The C++ part against the PyTorch that is installed, as far as it goes without a GPU; skipped where there is none."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+from xseg import _build
+
+if importlib.util.find_spec("torch") is None:
+    pytest.skip("PyTorch is not installed", allow_module_level=True)
+
+START = """
+import ctypes, pickle
+import torch
+import xseg
+from xseg import _build, _native, _torch
+mode = MODE
+_torch._mode = _torch._install_full(_build.torch_part()) if mode == "full" else _torch._install_plain(torch)
+c = _torch._c()
+c.xseg_device_alloc.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]
+c.xseg_device_free.argtypes = [ctypes.c_void_p]
+def alloc(size):
+    block = ctypes.c_void_p()
+    assert c.xseg_device_alloc(0, size, None, ctypes.byref(block)) == 0, c.xseg_last_error()
+    return block
+MIB = 1 << 20
+"""
+
+
+def run(mode: str, code: str) -> str:
+    """Runs code in a process whose device 0 is host memory, as PyTorch's allocator."""
+    done = subprocess.run(
+        [sys.executable, "-c", START.replace("MODE", repr(mode)) + code],
+        env={**os.environ, "XSEG_CONF": "backend:host,limit:256MiB"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def modes() -> list[str]:
+    import torch
+
+    if torch.version.cuda is None:
+        pytest.skip("this PyTorch was built without CUDA")
+    try:
+        _build.torch_part()
+    except _build.BuildError as error:
+        pytest.skip(f"the C++ part is not compiled: {error}")
+    return ["full", "plain"]
+
+
+def test_statistics_have_torchs_shape(modes: list[str]) -> None:
+    for mode in modes:
+        said = run(
+            mode,
+            """
+blocks = [alloc(10 * MIB + 1) for _ in range(3)]
+assert c.xseg_device_free(blocks.pop()) == 0
+torch._C._cuda_resetPeakMemoryStats(0)
+stats = torch._C._cuda_memoryStats(0)
+assert stats["allocated_bytes"]["all"] == {
+    "current": 2 * (10 * MIB + 512), "peak": 2 * (10 * MIB + 512),
+    "allocated": 3 * (10 * MIB + 512), "freed": 10 * MIB + 512}, stats["allocated_bytes"]
+assert stats["requested_bytes"]["all"]["current"] == 2 * (10 * MIB + 1)
+assert stats["allocation"]["all"]["current"] == 2 and stats["allocation"]["all"]["freed"] == 1
+assert stats["reserved_bytes"]["all"]["current"] >= 20 * MIB
+torch._C._cuda_resetAccumulatedMemoryStats(0)
+stats = torch._C._cuda_memoryStats(0)
+assert stats["allocated_bytes"]["all"]["allocated"] == 0 and stats["allocated_bytes"]["all"]["freed"] == 0
+assert stats["reserved_bytes"]["all"]["freed"] == 0
+print(sorted(stats), sorted(stats["segment"]))
+""",
+        )
+        assert "num_ooms" in said and "small_pool" in said, said
+
+
+def test_a_snapshot_is_read_by_torchs_own_viewer(modes: list[str]) -> None:
+    said = run(
+        "full",
+        """
+blocks = [alloc(size) for size in (1000, 10 * MIB, 30 * MIB)]
+snapshot = torch._C._cuda_memorySnapshot(None)
+live = [block for segment in snapshot["segments"] for block in segment["blocks"] if block["state"] == "active_allocated"]
+assert sorted(block["requested_size"] for block in live) == [1000, 10 * MIB, 30 * MIB], live
+for segment in snapshot["segments"]:
+    assert segment["total_size"] == sum(block["size"] for block in segment["blocks"]) and segment["is_expandable"]
+assert snapshot["device_traces"] == [[]], "a history needs a GPU"
+from torch.cuda import _memory_viz
+pictured = _memory_viz.segsum(pickle.loads(pickle.dumps(snapshot)))
+assert "total_reserved" in pictured, pictured
+print(torch._C._cuda_getAllocatorBackend(), torch._C._cuda_isHistoryEnabled())
+""",
+    )
+    assert said.split() == ["xseg", "False"]
+
+
+def test_a_second_install_is_refused(modes: list[str]) -> None:
+    for mode in modes:
+        run(
+            mode,
+            """
+try:
+    xseg.install()
+    raise SystemExit("no error")
+except RuntimeError as error:
+    assert "already" in str(error), error
+""",
+        )
+
+
+def test_what_does_not_compile_is_explained(
+    modes: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.setenv("XSEG_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(_build.BuildError, match="does not compile against PyTorch"):
+        _build.torch_part()
+
+
+def test_without_a_compiler_install_warns_and_goes_on(modes: list[str]) -> None:
+    code = """
+import warnings
+import xseg
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    assert xseg.install() == "plain" == xseg.installed()
+assert any("install g++" in str(one.message) for one in told), told
+try:
+    xseg.install()
+    raise SystemExit("no error")
+except RuntimeError as error:
+    assert "already" in str(error)
+"""
+    env = {**os.environ, "CXX": "no-such-compiler", "XSEG_CONF": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
