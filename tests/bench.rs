@@ -37,8 +37,7 @@ fn real_allocators_stand_beside_their_models() {
     let recorded = root.join("tests/data/peers.jsonl");
     let trace = root.join("traces/gpt2.trace.xz");
     let folder = tempfile::tempdir().unwrap();
-    let args =
-        [trace.to_str().unwrap(), "--quick", "--allocator", "xseg,torch-native", "--skip", "moving,classic,least"];
+    let args = [trace.to_str().unwrap(), "--quick", "--full", "--allocator", "xseg,torch-native", "--skip", "least"];
     let out = folder.path().to_str().unwrap();
     let done = bench(&[&args[..], &["--out", out, "--peers", recorded.to_str().unwrap()]].concat());
     assert_eq!(done.status.code(), Some(0), "{}", text(&done.stderr));

@@ -166,7 +166,7 @@ fn refused_context_events_are_dropped() {
 fn a_driver_without_a_needed_call() {
     on_stand_in("a_driver_without_a_needed_call", &[], &["cuMemMap"], |_| {
         let error = error_of(CudaBackend::open(0, &CudaOptions::default()));
-        assert!(error.contains("the CUDA driver has no cuMemMap;") && error.contains("backend:host"), "{error}");
+        assert!(error.contains("the CUDA driver has no cuMemMap; install one"), "{error}");
         assert!(driver_info().is_err());
     });
 }
@@ -204,7 +204,10 @@ fn no_driver() {
         // A machine with a real driver finds that one: nothing to see then.
         if let Err(error) = CudaBackend::open(0, &CudaOptions::default()) {
             assert!(matches!(error, Error::Unavailable { backend: "cuda", .. }), "{error:?}");
-            assert!(error.to_string().contains("backend:host"), "{error}");
+            assert!(
+                error.to_string().contains("cannot be loaded") && error.to_string().contains("install it"),
+                "{error}"
+            );
         }
     });
 }
