@@ -38,6 +38,8 @@ private:
 
 // One for each thread. They are never destroyed: expandable segments wait for theirs when they give memory back.
 std::array<cudaStream_t, THREADS> streams;
+// The default stream, which programs use first: the patterns of one stream are on it.
+constexpr cudaStream_t DEFAULT = nullptr;
 
 void* must(Allocator& allocator, std::size_t bytes, cudaStream_t stream) {
     void* block = allocator.alloc(bytes, stream);
@@ -108,7 +110,7 @@ std::size_t pairs_a_sample(Allocator& allocator, std::size_t bytes, cudaStream_t
 }
 
 void one_size(const char* name, Allocator& allocator, std::size_t bytes, bool quick) {
-    const cudaStream_t stream = streams[0];
+    const cudaStream_t stream = DEFAULT;
     const std::size_t count = pairs_a_sample(allocator, bytes, stream);
     std::vector<double> times;
     int round = 0;
@@ -124,7 +126,7 @@ void one_size(const char* name, Allocator& allocator, std::size_t bytes, bool qu
 
 // A block of those that live is freed and one of another size allocated, at random.
 void churn(const char* name, Allocator& allocator, std::size_t live, bool quick) {
-    const cudaStream_t stream = streams[0];
+    const cudaStream_t stream = DEFAULT;
     Random random;
     struct Block {
         void* at;
@@ -167,7 +169,7 @@ void churn(const char* name, Allocator& allocator, std::size_t live, bool quick)
 
 // So many blocks of random sizes are allocated in order and freed in a scattered order.
 void many_live(const char* name, Allocator& allocator, std::size_t live, bool quick) {
-    const cudaStream_t stream = streams[0];
+    const cudaStream_t stream = DEFAULT;
     Random random;
     std::vector<std::size_t> sizes(live), order(live);
     for (auto& bytes : sizes) {

@@ -47,6 +47,24 @@ pub fn nanos(call: DriverCall, bytes: u64) -> u64 {
     (micros * 1000.0).round() as u64
 }
 
+/// The model `h200-b`: what a call costs between other work, on a device that is nearly full. Not frozen.
+pub const MODEL_IN_USE: &str = "h200-b";
+
+/// What [`nanos`] leaves out where calls come one by one between other work, in nanoseconds a call.
+///
+/// Source: the traces replayed on an H200 filled up to their least memory (driver 580.159, 2026-11-29): create 21 to 34,
+/// map and `set_access` together 29 to 42, unmap 20 to 40 microseconds a call, against 9 to 11, 26 and 17 in tight loops.
+#[must_use]
+pub fn in_use_nanos(call: DriverCall) -> u64 {
+    match call {
+        DriverCall::Create => 16_000,
+        DriverCall::Map => 5_500,
+        DriverCall::SetAccess => 3_500,
+        DriverCall::Unmap => 7_000,
+        _ => 0,
+    }
+}
+
 /// Modelled nanoseconds of growth by one handle: create, map, set_access.
 #[must_use]
 pub fn grow_nanos(bytes: u64) -> u64 {

@@ -37,6 +37,10 @@ impl Random {
     }
 }
 
+/// The default stream, which programs use first: the patterns of one stream are on it, those of threads on streams that
+/// were created.
+const DEFAULT: StreamId = StreamId(0);
+
 /// The heap and the streams that it serves, one for each thread.
 pub(crate) struct Ground<'a> {
     pub(crate) heap: &'a Heap,
@@ -125,7 +129,7 @@ fn pairs_a_sample(heap: &Heap, bytes: u64, stream: StreamId) -> Result<usize, Er
 }
 
 fn one_size(ground: &Ground<'_>, bytes: u64) -> Result<Pairs, Error> {
-    let (heap, stream) = (ground.heap, ground.streams[0]);
+    let (heap, stream) = (ground.heap, DEFAULT);
     let operations = pairs_a_sample(heap, bytes, stream)?;
     let times = sample(ground.quick, || pairs(heap, bytes, stream, operations))?;
     let requested_bytes = bytes * operations as u64;
@@ -144,7 +148,7 @@ fn one_size(ground: &Ground<'_>, bytes: u64) -> Result<Pairs, Error> {
 
 /// A block of those that live is freed and one of another size allocated, at random.
 fn churn(ground: &Ground<'_>, live: usize) -> Result<Pairs, Error> {
-    let (heap, stream) = (ground.heap, ground.streams[0]);
+    let (heap, stream) = (ground.heap, DEFAULT);
     let mut random = Random::new();
     let mut blocks = (0..live).map(|_| heap.alloc_raw(random.size(), stream)).collect::<Result<Vec<u64>, _>>()?;
     let mut steps = vec![(0, 0); live];
@@ -181,7 +185,7 @@ fn churn(ground: &Ground<'_>, live: usize) -> Result<Pairs, Error> {
 
 /// So many blocks of random sizes are allocated in order and freed in a scattered order.
 fn many_live(ground: &Ground<'_>, live: usize) -> Result<[Pairs; 2], Error> {
-    let (heap, stream) = (ground.heap, ground.streams[0]);
+    let (heap, stream) = (ground.heap, DEFAULT);
     let mut random = Random::new();
     let sizes: Vec<u64> = (0..live).map(|_| random.size()).collect();
     let mut order: Vec<usize> = (0..live).collect();

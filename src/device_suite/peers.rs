@@ -89,7 +89,7 @@ pub(crate) fn pairs(suite: &Suite) -> Result<Section, Error> {
     let mut section = Section::default();
     section.text.push(
         "Nanoseconds an operation, and beside them how many times xseg's: the median of samples of many operations without a clock reading inside, then the least of them. Each \
-         allocator is warm: no pattern needs driver work after its first sample, but cuda-malloc's, whose every call is driver work."
+         allocator is warm; threads have streams that were created, all else is on the default stream. No pattern needs driver work after its first sample, but cuda-malloc's, whose every call is driver work."
             .into(),
     );
     let mut streams = Vec::new();

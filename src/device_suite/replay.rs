@@ -7,8 +7,9 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use xseg::backend::cuda::memory::Stamp;
-use xseg::backend::{Backend, DriverCalls, StreamId};
+use xseg::backend::{Backend, DriverCalls, StreamId, cost};
 use xseg::config::{Config, SizeOrShare};
+use xseg::error::DriverCall;
 use xseg::trace::{Action, Trace};
 use xseg::units::{GIB, GRANULE, MIB, human, round_down};
 use xseg::{Error, Heap, Stats};
@@ -221,8 +222,10 @@ pub(crate) fn ballast(suite: &Suite) -> Result<Section, Error> {
         "peak reserved / requested",
         "handles moved",
         "driver ms",
-        "modelled ms",
-        "measured / modelled",
+        "h200-a ms",
+        "measured / h200-a",
+        "h200-b ms",
+        "measured / h200-b",
         "create µs a call",
         "map and set_access µs a call",
         "unmap µs a call",
@@ -242,7 +245,9 @@ pub(crate) fn ballast(suite: &Suite) -> Result<Section, Error> {
         unsafe { suite.backend.free_plain(filler) }?;
         let done = done?;
         let measured = done.stats.driver_nanos as f64 / 1e6;
-        let (modelled, _) = modelled(&trace, limit)?;
+        let (sim, _) = modelled(&trace, limit)?;
+        let frozen = sim.driver_nanos as f64 / 1e6;
+        let in_use = frozen + in_use_millis(&sim.driver_calls);
         // Microseconds of what the first names for each of what the second names.
         let per_call = |nanos: fn(&DriverCalls) -> u64, count: fn(&DriverCalls) -> u64| {
             nanos(&done.stats.driver_call_nanos) as f64 / 1e3 / count(&done.stats.driver_calls).max(1) as f64
@@ -254,13 +259,20 @@ pub(crate) fn ballast(suite: &Suite) -> Result<Section, Error> {
             (done.stats.peak_reserved as f64 / peak as f64).into(),
             done.stats.handles_moved.into(),
             measured.into(),
-            modelled.into(),
-            (measured / modelled).into(),
+            frozen.into(),
+            (measured / frozen).into(),
+            in_use.into(),
+            (measured / in_use).into(),
             per_call(|calls| calls.create, |calls| calls.create).into(),
             per_call(|calls| calls.map + calls.set_access, |calls| calls.map).into(),
             per_call(|calls| calls.unmap, |calls| calls.unmap).into(),
             done.stats.host_waits.into(),
         ]);
+        section.check(
+            &format!("{}: measured driver time within a factor of 2 of the model h200-b", trace.name),
+            format!("{:.2} times", measured / in_use),
+            (0.5..=2.0).contains(&(measured / in_use)),
+        );
         let found = if done.completed { human(left) } else { done.why };
         section.check(
             &format!("{} completes in {:.4} times its peak", trace.name, least + 0.005),
@@ -272,8 +284,20 @@ pub(crate) fn ballast(suite: &Suite) -> Result<Section, Error> {
     Ok(section)
 }
 
-/// Modelled driver time of the same replay on a simulated device, in milliseconds, and whether it completes.
-fn modelled(trace: &Trace, limit: u64) -> Result<(f64, bool), Error> {
+/// What the model `h200-b` adds for these calls, in milliseconds.
+fn in_use_millis(calls: &DriverCalls) -> f64 {
+    let each = [
+        (DriverCall::Create, calls.create),
+        (DriverCall::Map, calls.map),
+        (DriverCall::SetAccess, calls.set_access),
+        (DriverCall::Unmap, calls.unmap),
+        (DriverCall::Release, calls.release),
+    ];
+    each.iter().map(|(call, count)| (cost::in_use_nanos(*call) * count) as f64 / 1e6).sum()
+}
+
+/// The same replay on a simulated device, and whether it completes.
+fn modelled(trace: &Trace, limit: u64) -> Result<(Stats, bool), Error> {
     use xseg::backend::sim::{SimBackend, SimOptions};
     let mut config = Config::default();
     config.limit = Some(SizeOrShare::Bytes(limit));
@@ -301,7 +325,7 @@ fn modelled(trace: &Trace, limit: u64) -> Result<(f64, bool), Error> {
             Action::Use(_) => {}
         }
     }
-    Ok((heap.stats().driver_nanos as f64 / 1e6, completed))
+    Ok((heap.stats(), completed))
 }
 
 #[cfg(test)]
