@@ -260,6 +260,7 @@ class Allocator final : public CUDAPluggableAllocator {
     TORCH_CHECK(false, "torch.cuda.MemPool(no_split=True) does not work on xseg; leave it out");
   }
 
+  bool checkPoolLiveAllocations(c10::DeviceIndex, MempoolId_t, const std::unordered_set<void*>&) override { no_trees(); }
   std::shared_ptr<cca::AllocatorState> getCheckpointState(c10::DeviceIndex, MempoolId_t) override { no_trees(); }
   cca::CheckpointDelta setCheckpointPoolState(c10::DeviceIndex, std::shared_ptr<cca::AllocatorState>) override {
     no_trees();
