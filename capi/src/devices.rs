@@ -5,7 +5,7 @@
 
 use crate::callbacks::{mapping, xseg_mapping_callback};
 use crate::handles::{enter, xseg_heap};
-use crate::heap::{place, put};
+use crate::heap::{hand_out, place, put};
 use crate::status::{Failure, guard, xseg_status};
 use crate::{stream_id, xseg_stream};
 use parking_lot::{Mutex, RwLock};
@@ -171,13 +171,8 @@ pub unsafe extern "C" fn xseg_device_alloc(
     stream: xseg_stream,
     block: *mut *mut c_void,
 ) -> xseg_status {
-    guard(|| {
-        place(block, "block")?;
-        let address = allocate(device, bytes, stream)?;
-        // SAFETY: not null, and the caller's.
-        unsafe { put(block, std::ptr::with_exposed_provenance_mut(address as usize)) };
-        Ok(())
-    })
+    // SAFETY: the caller's.
+    unsafe { hand_out(block, || allocate(device, bytes, stream)) }
 }
 
 /// As `xseg_free`, for a block of any device's heap. In a forked child it does nothing.

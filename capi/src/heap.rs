@@ -138,13 +138,8 @@ pub unsafe extern "C" fn xseg_alloc(
     stream: xseg_stream,
     block: *mut *mut c_void,
 ) -> xseg_status {
-    guard(|| {
-        place(block, "block")?;
-        let address = self::heap(heap)?.alloc_raw(bytes, stream_id(stream))?;
-        // SAFETY: not null, and the caller's.
-        unsafe { put(block, pointer(address)) };
-        Ok(())
-    })
+    // SAFETY: the caller's.
+    unsafe { hand_out(block, || Ok(self::heap(heap)?.alloc_raw(bytes, stream_id(stream))?)) }
 }
 
 /// As `xseg_alloc`, at a multiple of `align` bytes, a power of two up to 2 MiB.
@@ -159,13 +154,8 @@ pub unsafe extern "C" fn xseg_alloc_aligned(
     stream: xseg_stream,
     block: *mut *mut c_void,
 ) -> xseg_status {
-    guard(|| {
-        place(block, "block")?;
-        let found = self::heap(heap)?.alloc_aligned(bytes, align, stream_id(stream))?;
-        // SAFETY: not null, and the caller's.
-        unsafe { put(block, pointer(found.into_raw())) };
-        Ok(())
-    })
+    // SAFETY: the caller's.
+    unsafe { hand_out(block, || Ok(self::heap(heap)?.alloc_aligned(bytes, align, stream_id(stream))?.into_raw())) }
 }
 
 /// As `xseg_alloc`, on one piece of physical memory of its own, for libraries that take memory by the handle. Takes up
@@ -180,17 +170,22 @@ pub unsafe extern "C" fn xseg_alloc_contiguous(
     stream: xseg_stream,
     block: *mut *mut c_void,
 ) -> xseg_status {
-    guard(|| {
-        place(block, "block")?;
-        let found = self::heap(heap)?.alloc_contiguous(bytes, stream_id(stream))?;
-        // SAFETY: not null, and the caller's.
-        unsafe { put(block, pointer(found.into_raw())) };
-        Ok(())
-    })
+    // SAFETY: the caller's.
+    unsafe { hand_out(block, || Ok(self::heap(heap)?.alloc_contiguous(bytes, stream_id(stream))?.into_raw())) }
 }
 
-fn pointer(address: u64) -> *mut c_void {
-    std::ptr::with_exposed_provenance_mut(address as usize)
+/// Writes the address that `find` gives to `block`, which is looked at first: nothing is allocated for no place.
+///
+/// # Safety
+/// `block` is null or valid for writing.
+pub(crate) unsafe fn hand_out(block: *mut *mut c_void, find: impl FnOnce() -> Result<u64, Failure>) -> xseg_status {
+    guard(|| {
+        place(block, "block")?;
+        let address = find()?;
+        // SAFETY: not null, and the caller's.
+        unsafe { put(block, std::ptr::with_exposed_provenance_mut(address as usize)) };
+        Ok(())
+    })
 }
 
 /// Frees a block. Never waits: work that was queued on the block's stream before the call may still use it, and other

@@ -269,7 +269,7 @@ pub(crate) fn ballast(suite: &Suite) -> Result<Section, Error> {
             done.stats.host_waits.into(),
         ]);
         section.check(
-            &format!("{}: measured driver time within a factor of 2 of the model h200-b", trace.name),
+            &format!("{}: measured driver time within a factor of 2 of the model {}", trace.name, cost::MODEL_IN_USE),
             format!("{:.2} times", measured / in_use),
             (0.5..=2.0).contains(&(measured / in_use)),
         );

@@ -7,8 +7,10 @@
 
 pub(crate) mod bins;
 pub(crate) mod cache;
+mod cut;
 mod merge;
 pub(crate) mod nodes;
+mod survey;
 
 use crate::edges::Edges;
 use crate::units::{UNITS_PER_GRANULE, granule_ceil, granule_floor};
@@ -337,115 +339,6 @@ impl Segment {
         Stamp { owner: self.nodes[id].owner, epoch: self.nodes[id].epoch }
     }
 
-    /// Makes one node of `kind` out of a range that consists of free and unmapped nodes, beginning in
-    /// `first`. Returns it with the latest stamp of the memory that it swallowed.
-    pub(crate) fn carve(&mut self, first: NodeId, range: Range<u32>, kind: Kind) -> (NodeId, Stamp) {
-        let mut stamp = Stamp::default();
-        let mut id = first;
-        let mut carved = NIL;
-        while id != NIL && self.nodes[id].start < range.end {
-            debug_assert!(
-                matches!(self.nodes[id].kind, Kind::Free | Kind::Unmapped),
-                "I6: only free addresses are claimed"
-            );
-            if self.nodes[id].kind == Kind::Free {
-                self.bin_remove(id);
-                if self.nodes[id].epoch >= stamp.epoch {
-                    stamp = self.stamp(id);
-                }
-            }
-            if self.nodes[id].start < range.start {
-                // The front stays what it was; go on with the rest as a node of its own.
-                let mut rest = self.nodes[id].clone();
-                rest.len = rest.end() - range.start;
-                rest.start = range.start;
-                self.nodes[id].len = range.start - self.nodes[id].start;
-                let rest = self.nodes.insert_after(id, rest);
-                match self.nodes[id].kind {
-                    Kind::Free => self.bin_insert(id),
-                    _ => self.unmapped.push(id),
-                }
-                id = rest;
-            }
-            if self.nodes[id].end() > range.end {
-                let mut rest = self.nodes[id].clone();
-                rest.len = rest.end() - range.end;
-                rest.start = range.end;
-                self.nodes[id].len = range.end - self.nodes[id].start;
-                let rest = self.nodes.insert_after(id, rest);
-                match self.nodes[rest].kind {
-                    Kind::Free => self.bin_insert(rest),
-                    _ => self.unmapped.push(rest),
-                }
-            }
-            let next = self.nodes[id].next;
-            if carved == NIL {
-                carved = id;
-            } else {
-                self.nodes[carved].len += self.nodes[id].len;
-                self.absorb(carved, id);
-            }
-            id = next;
-        }
-        let node = &mut self.nodes[carved];
-        node.kind = kind;
-        (node.epoch, node.owner) = (stamp.epoch, stamp.owner);
-        node.has_uses = false;
-        debug_assert_eq!((node.start, node.end()), (range.start, range.end));
-        (carved, stamp)
-    }
-
-    /// Cuts `at` units off the front of a node that is in no bin; returns the rest as a new node.
-    pub(crate) fn split_off(&mut self, id: NodeId, at: u32) -> NodeId {
-        let mut rest = self.nodes[id].clone();
-        debug_assert!(at > 0 && at < rest.len);
-        rest.start += at;
-        rest.len -= at;
-        self.nodes[id].len = at;
-        self.nodes.insert_after(id, rest)
-    }
-
-    /// Makes a busy or zombie node unmapped and merges it with unmapped neighbours.
-    pub(crate) fn make_unmapped(&mut self, id: NodeId) {
-        self.unmapped.push(id);
-        let node = &mut self.nodes[id];
-        node.kind = Kind::Unmapped;
-        (node.owner, node.epoch) = (0, 0);
-        for neighbour in [self.nodes[id].prev, self.nodes[id].next] {
-            if neighbour != NIL && self.nodes[neighbour].kind == Kind::Unmapped {
-                let (start, len) = (self.nodes[neighbour].start, self.nodes[neighbour].len);
-                self.absorb(id, neighbour);
-                let node = &mut self.nodes[id];
-                node.start = node.start.min(start);
-                node.len += len;
-            }
-        }
-    }
-
-    /// Gives a busy node back as what its granules are by now: free where `mapped`, else unmapped.
-    pub(crate) fn restore(&mut self, id: NodeId, stamp: Stamp, passed: u32, mapped: impl Fn(u32) -> bool) {
-        let mut id = id;
-        loop {
-            let (start, end) = (self.nodes[id].start, self.nodes[id].end());
-            let state = mapped(granule_floor(start));
-            let mut granule = granule_floor(start) + 1;
-            while granule < granule_ceil(end) && mapped(granule) == state {
-                granule += 1;
-            }
-            let stop = (granule * UNITS_PER_GRANULE).min(end);
-            let rest = (stop < end).then(|| self.split_off(id, stop - start));
-            if state {
-                self.free(id, stamp, passed);
-            } else {
-                self.make_unmapped(id);
-            }
-            match rest {
-                Some(rest) => id = rest,
-                None => return,
-            }
-        }
-    }
-
     /// Free nodes of at least `len` units, whoever may take them.
     pub(crate) fn free_nodes(&self, len: u32) -> impl Iterator<Item = NodeId> + '_ {
         self.bins.iter().flatten().flat_map(move |bins| bins.at_least(&self.nodes, len))
@@ -455,46 +348,6 @@ impl Segment {
     pub(crate) fn last_use(&self, id: NodeId, granules: Range<u32>) -> u32 {
         let epoch = self.nodes[id].epoch;
         self.used.as_ref().map_or(epoch, |used| used.latest(granules).min(epoch))
-    }
-
-    /// What shares granules with live blocks, for statistics. A walk.
-    pub(crate) fn shared_granules(&self, small: bool) -> Shared {
-        let mut out = Shared::default();
-        let mut counted = u32::MAX;
-        let mut live_in_granule: (u32, u32) = (u32::MAX, 0);
-        let close = |state: &mut (u32, u32), out: &mut Shared| {
-            if small && state.0 != u32::MAX && state.1 > 0 && state.1 < UNITS_PER_GRANULE / 4 {
-                out.pinned_by_small += 1;
-            }
-        };
-        for id in self.iter() {
-            let node = &self.nodes[id];
-            match node.kind {
-                Kind::Pending => out.pending_units += u64::from(node.len),
-                Kind::Free => {
-                    // Parts at the ends that do not fill a granule.
-                    let head = (granule_ceil(node.start) * UNITS_PER_GRANULE).min(node.end()) - node.start;
-                    let tail = node.end() - (granule_floor(node.end()) * UNITS_PER_GRANULE).max(node.start);
-                    let whole = granule_ceil(node.start) > granule_floor(node.end());
-                    out.free_units += u64::from(if whole { node.len } else { head + tail });
-                }
-                Kind::Live => {
-                    for granule in granule_floor(node.start)..granule_ceil(node.end()) {
-                        if granule != counted {
-                            close(&mut live_in_granule, &mut out);
-                            live_in_granule = (granule, 0);
-                            counted = granule;
-                        }
-                        let from = node.start.max(granule * UNITS_PER_GRANULE);
-                        let to = node.end().min((granule + 1) * UNITS_PER_GRANULE);
-                        live_in_granule.1 += to - from;
-                    }
-                }
-                _ => {}
-            }
-        }
-        close(&mut live_in_granule, &mut out);
-        out
     }
 
     /// Everything that `owner` owns becomes nobody's: its order protects nothing any more.
@@ -511,69 +364,12 @@ impl Segment {
             }
         }
     }
-
-    /// Checks invariants I1 to I4 (tests, and debug builds on the slow path).
-    pub(crate) fn check(&self) -> Result<(), String> {
-        let mut free = 0u64;
-        let mut live = 0u64;
-        for &head in &self.heads {
-            let mut prev = NIL;
-            let mut id = head;
-            while id != NIL {
-                let node = &self.nodes[id];
-                if node.prev != prev || (prev != NIL && self.nodes[prev].end() != node.start) || node.len == 0 {
-                    return Err(format!("node {id} at unit {} does not follow its neighbour", node.start));
-                }
-                match node.kind {
-                    Kind::Free => free += u64::from(node.len),
-                    Kind::Live => live += 1,
-                    Kind::Unmapped | Kind::Zombie
-                        if !node.start.is_multiple_of(UNITS_PER_GRANULE)
-                            || !node.len.is_multiple_of(UNITS_PER_GRANULE) =>
-                    {
-                        return Err(format!("{:?} node {id} is not granule aligned", node.kind));
-                    }
-                    Kind::Unmapped if prev != NIL && self.nodes[prev].kind == Kind::Unmapped => {
-                        return Err(format!("unmapped nodes {prev} and {id} are not merged"));
-                    }
-                    _ => {}
-                }
-                prev = id;
-                id = node.next;
-            }
-        }
-        let binned: u64 = self
-            .bins
-            .iter()
-            .flatten()
-            .flat_map(|bins| bins.at_least(&self.nodes, 1))
-            .map(|id| u64::from(self.nodes[id].len))
-            .sum();
-        if free != self.free_units || binned != free {
-            return Err(format!("free units: list {free}, counter {}, bins {binned}", self.free_units));
-        }
-        if live != self.live_blocks {
-            return Err(format!("live blocks: list {live}, counter {}", self.live_blocks));
-        }
-        Ok(())
-    }
 }
 
 /// Adds without an atomic exchange: the caller holds the segment's lock.
 #[inline]
 fn add(counter: &AtomicU64, units: u32) {
     counter.store(counter.load(Relaxed) + u64::from(units), Relaxed);
-}
-
-/// See [`Segment::shared_granules`].
-#[derive(Debug, Default, Clone, Copy)]
-pub(crate) struct Shared {
-    /// Free units in granules that hold live blocks too.
-    pub(crate) free_units: u64,
-    /// Units of blocks that wait for declared uses.
-    pub(crate) pending_units: u64,
-    /// Granules that small blocks hold with less than a quarter of their bytes live.
-    pub(crate) pinned_by_small: u64,
 }
 
 /// Stamp of two free neighbours as one block, if they may be one.

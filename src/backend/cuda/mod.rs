@@ -377,7 +377,7 @@ impl Backend for CudaBackend {
         match self.resolve(stream) {
             0 | STREAM_LEGACY => Some(OWN_KEY),
             STREAM_PER_THREAD => Some(OWN_KEY | thread_number()),
-            // A handle is used again while work of the stream that was destroyed still runs: 9 of 10 times on an H200.
+            // A handle is used again while work of the stream that was destroyed still runs: 29 of 30 times on an H200.
             other if self.trusts_handles => self.identities.known(other),
             _ => None,
         }
