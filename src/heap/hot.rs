@@ -24,31 +24,30 @@ impl Inner {
     #[inline]
     pub(crate) fn alloc(&self, bytes: u64, align: u64, stream: StreamId) -> Result<Block> {
         match self.alloc_kept(bytes, align, stream) {
-            Some(block) => Ok(block),
-            None => self.alloc_cut(bytes, align, stream),
+            Ok(block) => Ok(block),
+            Err(key) => self.alloc_cut(bytes, align, stream, key),
         }
     }
 
     /// Serves a small request from what its pool keeps: nothing of this can fail, so that anything unusual is left to
-    /// [`Self::alloc_cut`].
+    /// [`Self::alloc_cut`], with the stream's identity if it was asked for.
     #[inline]
-    fn alloc_kept(&self, bytes: u64, align: u64, stream: StreamId) -> Option<Block> {
+    fn alloc_kept(&self, bytes: u64, align: u64, stream: StreamId) -> Result<Block, Option<u64>> {
         if bytes > self.config.small_limit || align != UNIT || self.shut.load(Relaxed) || self.pools.any_recording() {
-            return None;
+            return Err(None);
         }
-        let backend = self.driver.backend();
-        let key = backend.known_stream_key(stream).or_else(|| backend.stream_key(stream).ok())?;
-        let stream = self.streams.known(key)?;
-        let slot = self.slots[stream.small as usize].get()?;
+        let key = self.stream_key(stream).map_err(|_| None)?;
+        let stream = self.streams.known(key).ok_or(Some(key))?;
+        let slot = self.slots[stream.small as usize].get().ok_or(Some(key))?;
         let len = bytes.max(1).div_ceil(UNIT) as u32;
         let mut segment = slot.segment.lock();
-        let live = segment.take_kept(len, stream.slot)?;
+        let live = segment.take_kept(len, stream.slot).ok_or(Some(key))?;
         let rounded = u64::from(len) * UNIT;
         let node = &mut segment.nodes[live];
         node.slack = (rounded - bytes) as u32;
         let address = self.space.enter(node.start, live);
         self.count(slot, rounded, bytes);
-        Some(Block { address, bytes: rounded })
+        Ok(Block { address, bytes: rounded })
     }
 
     /// Counts a block that came into being; the caller holds the segment's lock.
@@ -60,8 +59,8 @@ impl Inner {
     }
 
     /// Serves a request from the bins, or by the slow path.
-    fn alloc_cut(&self, bytes: u64, align: u64, stream: StreamId) -> Result<Block> {
-        let wanted = self.wanted(bytes, align, stream)?;
+    fn alloc_cut(&self, bytes: u64, align: u64, stream: StreamId, key: Option<u64>) -> Result<Block> {
+        let wanted = self.wanted_of(bytes, align, stream, key)?;
         let slot = self.slot(wanted.segment);
         let mut segment = slot.segment.lock();
         if let Some(block) = self.take_uncached(&mut segment, &wanted) {
@@ -71,10 +70,13 @@ impl Inner {
         if let Some(block) = self.take_elsewhere(&wanted) {
             return Ok(block);
         }
-        // Off the hot path the driver is asked who the stream is: its handle may have been used again.
-        let key = self.driver.backend().stream_key(stream)?;
-        if self.streams.get(key, stream)?.slot != wanted.stream.slot {
-            return self.alloc_slow(&self.wanted(bytes, align, stream)?);
+        // Off the hot path the driver is asked, where it was not: the handle may have been used again.
+        let backend = self.driver.backend();
+        if backend.known_stream_key(stream).is_some() {
+            let key = backend.stream_key(stream)?;
+            if self.streams.get(key, stream)?.slot != wanted.stream.slot {
+                return self.alloc_slow(&self.wanted_of(bytes, align, stream, Some(key))?);
+            }
         }
         self.alloc_slow(&wanted)
     }
@@ -210,9 +212,12 @@ impl Inner {
     /// Much was freed in the open epoch: closes it, and shrinks by the policies that look at it on calls.
     #[cold]
     fn close_after_free(&self) {
-        self.close_epoch();
-        // What has passed meanwhile merges with other streams' memory from now on, and serves them where it lies.
-        self.epochs.poll(self.driver.backend());
+        // While a graph is captured none is closed, and every free would come here.
+        if !self.pools.announced() {
+            self.close_epoch();
+            // What has passed meanwhile merges with other streams' memory from now on, and serves them where it lies.
+            self.epochs.poll(self.driver.backend());
+        }
         // Never by waiting: whoever holds the lock is at work on the same.
         if self.shrinks_on_calls()
             && let Some(mut slow) = self.slow.try_lock()

@@ -238,6 +238,22 @@ impl Inner {
     /// Checks a request. `align` in bytes.
     #[inline]
     pub(crate) fn wanted(&self, bytes: u64, align: u64, stream: StreamId) -> Result<Wanted> {
+        self.wanted_of(bytes, align, stream, None)
+    }
+
+    /// The identity of a stream, from memory where that may be.
+    #[inline]
+    pub(super) fn stream_key(&self, stream: StreamId) -> Result<u64> {
+        let backend = self.driver.backend();
+        match backend.known_stream_key(stream) {
+            Some(key) => Ok(key),
+            None => backend.stream_key(stream),
+        }
+    }
+
+    /// As [`Self::wanted`], with the stream's identity where it is known already.
+    #[inline]
+    pub(super) fn wanted_of(&self, bytes: u64, align: u64, stream: StreamId, key: Option<u64>) -> Result<Wanted> {
         if !align.is_power_of_two() || align > GRANULE {
             return Err(Error::InvalidArgument(format!(
                 "alignment {align}: it must be a power of two of at most 2 MiB"
@@ -246,10 +262,9 @@ impl Inner {
         if self.shut.load(Relaxed) {
             return Err(Error::ShutDown);
         }
-        let backend = self.driver.backend();
-        let key = match backend.known_stream_key(stream) {
+        let key = match key {
             Some(key) => key,
-            None => backend.stream_key(stream)?,
+            None => self.stream_key(stream)?,
         };
         let stream = self.streams.get(key, stream)?;
         let align = (align / UNIT).max(1) as u32;
