@@ -147,11 +147,11 @@ fn bare(ground: &dyn Ground, size: u64, count: u64, rounds: usize) -> Result<Dur
 
 /// Time of one request that the heap serves by moving `count` handles.
 fn through_heap(ground: &dyn Ground, size: u64, count: u64) -> Result<Duration, String> {
-    // A handle for each block; then the limit leaves nothing to create.
+    // A handle for each block, also where handles are a smaller share of the device; then the limit leaves nothing to create.
     let conf = format!("handle_max:{}MiB,growth:exact", size / MIB);
     let heap = Heap::builder().conf(&conf).and_then(|builder| builder.backend(ground.backend()).build());
     let heap = heap.map_err(text)?;
-    let blocks: Result<Vec<Allocation>, _> = (0..2 * count).map(|_| heap.alloc(size, StreamId(0))).collect();
+    let blocks: Result<Vec<Allocation>, _> = (0..2 * count).map(|_| heap.alloc_contiguous(size, StreamId(0))).collect();
     let (mut keep, mut go) = (Vec::new(), Vec::new());
     for (index, block) in blocks.map_err(text)?.into_iter().enumerate() {
         if index % 2 == 0 {
@@ -316,6 +316,7 @@ impl Moving {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::sim::{SimBackend, SimOptions};
 
     fn rates(ratios: &[f64]) -> Vec<Rate> {
         let sizes = SIZES.into_iter().zip(ratios);
@@ -337,6 +338,34 @@ mod tests {
         let found = crossover(&rates(&[1.5, 0.5, 2.0, 3.0])).unwrap();
         assert!((found - 32f64.sqrt()).abs() < 1e-9, "{found}");
         assert_eq!(crossover(&[]), None);
+    }
+
+    #[derive(Debug)]
+    struct SimGround(Arc<SimBackend>);
+
+    impl Ground for SimGround {
+        fn backend(&self) -> Arc<dyn Backend> {
+            self.0.clone()
+        }
+
+        fn touch(&self, _: u64, _: u64) -> Result<(), String> {
+            Ok(())
+        }
+
+        fn copy(&self, _: u64, _: u64, _: usize) -> Result<Duration, String> {
+            Ok(Duration::ZERO)
+        }
+    }
+
+    #[test]
+    fn handles_of_every_size_move_on_a_device_of_the_usual_size() {
+        let total = Some(140_000 * MIB);
+        for size in SIZES {
+            let ground = SimGround(Arc::new(SimBackend::new(SimOptions { total, ..SimOptions::default() })));
+            let count = WORKING_SET.max(2 * size * MIB) / (size * MIB);
+            let moved = through_heap(&ground, size * MIB, count);
+            assert!(moved.is_ok(), "{size} MiB: {moved:?}");
+        }
     }
 
     #[test]
