@@ -332,7 +332,10 @@ def no_leak() -> Any:
                     torch.cuda.memory_stats()["allocation.all.current"],
                 )
             )
-    assert figures[0] == figures[1], figures
+    (allocated, reserved, blocks), (end_allocated, end_reserved, end_blocks) = figures
+    assert (allocated, blocks) == (end_allocated, end_blocks), figures
+    # Where blocks come to lie can differ by a few granules with what the device has passed when it is asked.
+    assert end_reserved <= reserved + 8 * MIB, figures
     return figures[1]
 
 
