@@ -1,7 +1,10 @@
 //! The kinds of allocation that CUDA has: who can reach them, and what they cost on this GPU.
 
 use super::super::report::Table;
-use std::time::Duration;
+use crate::backend::{Backend, StreamId};
+use crate::heap::Heap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Sizes of the table of costs, in MiB.
 const SIZES: [u64; 3] = [1, 16, 128];
@@ -19,6 +22,9 @@ pub(crate) struct Measured {
     /// The same of 128 MiB.
     pub(super) buffer_device: Duration,
     pub(super) buffer_pool: Duration,
+    /// Both by a heap on this GPU.
+    pub(super) heap_pair: Duration,
+    pub(super) buffer_heap: Duration,
     /// For each kind, by the order of [`KINDS`], the costs at [`SIZES`].
     pub(super) kinds: Vec<[(Duration, Duration); 3]>,
 }
@@ -93,13 +99,12 @@ pub(super) fn kinds(gpu: Option<&Measured>) -> [Table; 2] {
 /// Why that cannot be, in words.
 #[cfg(feature = "cuda")]
 pub(crate) fn measured() -> Result<Measured, String> {
-    use crate::backend::Backend;
     use crate::backend::cuda::kinds::Kind;
     use crate::backend::cuda::{CudaBackend, CudaOptions};
     use crate::units::{GIB, MIB};
 
     let text = |error: crate::error::DriverError| error.to_string();
-    let gpu = CudaBackend::open(0, &CudaOptions::default()).map_err(|error| error.to_string())?;
+    let gpu = Arc::new(CudaBackend::open(0, &CudaOptions::default()).map_err(|error| error.to_string())?);
     let batch = |count, bytes| -> Result<(Duration, Duration), String> {
         let cost = gpu.time_kind_batch(Kind::Device, bytes, count, 3).map_err(text)?;
         Ok((cost.allocate, cost.free))
@@ -127,8 +132,20 @@ pub(crate) fn measured() -> Result<Measured, String> {
         pool_pair: pair(Kind::Pool, MIB, 10_000)?,
         buffer_device: pair(Kind::Device, 128 * MIB, 100)?,
         buffer_pool: pair(Kind::Pool, 128 * MIB, 1000)?,
+        heap_pair: through_heap(gpu.clone(), MIB, 10_000)?,
+        buffer_heap: through_heap(gpu, 128 * MIB, 1000)?,
         kinds,
     })
+}
+
+/// A pair through a heap with the default policy, the mean of `rounds` with the first, which creates the memory.
+fn through_heap(backend: Arc<dyn Backend>, bytes: u64, rounds: u32) -> Result<Duration, String> {
+    let heap = Heap::builder().backend(backend).build().map_err(|error| error.to_string())?;
+    let start = Instant::now();
+    for _ in 0..rounds {
+        drop(heap.alloc(bytes, StreamId(0)).map_err(|error| error.to_string())?);
+    }
+    Ok(start.elapsed() / rounds)
 }
 
 /// Built without the backend.
@@ -138,4 +155,20 @@ pub(crate) fn measured() -> Result<Measured, String> {
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn measured() -> Result<Measured, String> {
     Err("xseg was built without the `cuda` feature".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::sim::{SimBackend, SimOptions};
+    use crate::units::MIB;
+
+    #[test]
+    fn a_heap_serves_pairs_and_gives_everything_back() {
+        let sim = Arc::new(SimBackend::new(SimOptions::default()));
+        assert!(through_heap(sim.clone(), MIB, 1000).unwrap() > Duration::ZERO);
+        assert_eq!((sim.handle_count(), sim.reservation_count()), (0, 0));
+        let refused = through_heap(sim, u64::MAX, 1).unwrap_err();
+        assert!(refused.contains("no address range"), "{refused}");
+    }
 }

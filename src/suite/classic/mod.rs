@@ -131,6 +131,7 @@ fn ten_thousand_pairs(config: &Config, lag: Duration, gpu: Option<&Measured>, so
         let real = match allocator {
             "cuda-malloc" => gpu.map(|gpu| gpu.device_pair),
             "cuda-malloc-async" => gpu.map(|gpu| gpu.pool_pair),
+            "xseg" => gpu.map(|gpu| gpu.heap_pair),
             _ => None,
         };
         table.row([
@@ -159,6 +160,7 @@ fn again_and_again(config: &Config, lag: Duration, gpu: Option<&Measured>, sourc
         let real = match allocator {
             "cuda-malloc" => gpu.map(|gpu| gpu.buffer_device),
             "cuda-malloc-async" => gpu.map(|gpu| gpu.buffer_pool),
+            "xseg" => gpu.map(|gpu| gpu.buffer_heap),
             _ => None,
         };
         rows.push((found.driver, allocator, found, real));

@@ -67,6 +67,7 @@ fn number(value: f64) -> String {
     match value {
         value if value >= 100.0 => format!("{value:.0}"),
         value if value >= 10.0 => format!("{value:.1}"),
+        value if value >= 2.0 => format!("{value:.2}"),
         value => format!("{value:.4}"),
     }
 }
