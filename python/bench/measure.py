@@ -1,0 +1,193 @@
+"""One training run in a process of its own: how it is started, and what it does and prints."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ALLOCATORS = ("native", "expandable", "async", "xseg")
+# What xseg counted, beside PyTorch's own figures.
+COUNTS = (
+    "host_waits", "gpu_waits", "handles_moved", "bytes_moved", "handles_rechunked", "driver_nanos", "slow_allocs", "allocs",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process: a workload under an allocator."""
+
+    run: str
+    allocator: str
+    # What it is for: round, other, losses, probe.
+    kind: str
+    # Number of the round within the visit.
+    round: int = 0
+    # Most memory, in bytes; 0: what the card has.
+    limit: int = 0
+    # The same as a multiple of peak requested; 0: none.
+    factor: float = 0.0
+    # Steps to train after the warm-up; 0: as many as `seconds` gives.
+    steps: int = 0
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Process:
+    """How processes are run."""
+
+    seconds: float = 20
+    warmup: int = 5
+    losses: int = 20
+    timeout: float = 180
+    device: str = "cuda"
+    small: bool = False
+
+
+def environment(job: Job, gpu: str | None) -> dict[str, str]:
+    """The environment of a job's process."""
+    env = {name: value for name, value in os.environ.items() if not name.endswith("_ALLOC_CONF")}
+    if job.allocator == "expandable":
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    elif job.allocator == "async":
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "backend:cudaMallocAsync"
+    if gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = gpu
+    if job.deterministic:
+        env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    return env
+
+
+def launch(job: Job, process: Process, gpu: str | None = None, cores: str = "") -> dict[str, Any]:
+    """Runs a job in a new process, on one GPU and some cores; its line, also where it fails."""
+    words = json.dumps({"job": asdict(job), "process": asdict(process), "cores": cores})
+    command = [sys.executable, str(Path(__file__).with_name("train.py")), "--child", words]
+    began = time.monotonic()
+    line: dict[str, Any] = {**asdict(job), "completed": False}
+    try:
+        done = subprocess.run(
+            command, env=environment(job, gpu), capture_output=True, text=True, timeout=process.timeout
+        )
+        lines = [text for text in done.stdout.splitlines() if text.startswith("{")]
+        if lines:
+            line.update(json.loads(lines[-1]))
+        else:
+            line["error"] = f"exit status {done.returncode}: {done.stderr[-800:]}"
+    except subprocess.TimeoutExpired:
+        line["error"] = f"no end in {process.timeout:.0f} s"
+    line["wall"] = round(time.monotonic() - began, 1)
+    return line
+
+
+def fill(torch: Any, left: int) -> int:
+    """Takes memory from the driver until `left` bytes are free; it lives as long as the process."""
+    torch.cuda.init()
+    free = torch.cuda.mem_get_info()[0]
+    address = ctypes.c_uint64()
+    taken = max(free - left, 0)
+    if taken and ctypes.CDLL("libcuda.so.1").cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(taken)):
+        raise RuntimeError(f"the driver refused a ballast of {taken} bytes")
+    return taken
+
+
+def set_limit(torch: Any, job: Job) -> dict[str, Any]:
+    """Holds the process to the job's limit; what was done, for the line."""
+    if not job.limit:
+        return {}
+    if job.allocator == "async":
+        # The fraction does not bind this one: the rest of the card is filled.
+        return {"ballast": fill(torch, job.limit)}
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, job.limit / total))
+    return {}
+
+
+def be_deterministic(torch: Any) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic = True
+
+
+def child(text: str) -> None:
+    """The job that `launch` describes, in this process; prints its line."""
+    words = json.loads(text)
+    job, process = Job(**words["job"]), Process(**words["process"])
+    if words["cores"]:
+        first, last = map(int, words["cores"].split("-"))
+        os.sched_setaffinity(0, range(first, last + 1))
+    import torch
+
+    line: dict[str, Any] = {"completed": False}
+    cuda = process.device == "cuda"
+    if job.allocator == "xseg" and cuda:
+        import xseg
+
+        line["mode"] = xseg.install()
+    if job.deterministic:
+        be_deterministic(torch)
+    if cuda:
+        line.update(set_limit(torch, job))
+    try:
+        train(torch, job, process, line)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if "out of memory" not in str(error).lower():
+            raise
+        line["error"] = str(error)[:400]
+    line.update(figures(torch, job.allocator) if cuda else dry_figures())
+    print(json.dumps(line), flush=True)
+
+
+def train(torch: Any, job: Job, process: Process, line: dict[str, Any]) -> None:
+    from workloads import RUNS
+
+    wait = torch.cuda.synchronize if process.device == "cuda" else lambda: None
+    run = RUNS[job.run](torch, process.device, process.small)
+    # One buffer from the start: a tensor kept from each step would be memory that no training keeps.
+    losses = torch.zeros(process.losses, device=process.device)
+    tokens, began, at = 0, time.perf_counter(), -process.warmup
+    while True:
+        if at == 0:
+            wait()
+            began, tokens = time.perf_counter(), 0
+        loss, count = run.step(at + process.warmup)
+        if at + process.warmup < process.losses:
+            losses[at + process.warmup].copy_(loss)
+        tokens += count
+        at += 1
+        if at > 0 and (at >= job.steps if job.steps else time.perf_counter() - began >= process.seconds):
+            break
+    wait()
+    seconds = time.perf_counter() - began
+    line.update(completed=True, steps=at, seconds=round(seconds, 3), per_second=round(tokens / seconds, 1))
+    line["losses"] = [value.hex() for value in losses[: at + process.warmup].tolist()]
+
+
+def dry_figures() -> dict[str, Any]:
+    """On a machine without a GPU: the process's own memory, so that the program can be tried."""
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"peak_requested": used, "peak_allocated": used, "peak_reserved": used, "retries": 0, "ooms": 0}
+
+
+def figures(torch: Any, allocator: str) -> dict[str, Any]:
+    """Peaks in bytes, and how often anything had to be waited for or tried again."""
+    stats = torch.cuda.memory_stats()
+    found = {
+        # The asynchronous allocator does not count what is requested.
+        "peak_requested": stats.get("requested_bytes.all.peak") or None,
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+        "retries": stats.get("num_alloc_retries"),
+        "ooms": stats.get("num_ooms"),
+    }
+    if allocator == "xseg":
+        import xseg
+
+        ours = xseg.stats()
+        found.update({name: ours[name] for name in COUNTS})
+    return found

@@ -1,0 +1,164 @@
+"""What is to be run next, worked out from the lines that are there: so a visit goes on where the last one ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from measure import Job
+
+STAGES = ("rounds", "others", "losses", "least")
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each workload gets."""
+
+    stages: Sequence[str] = STAGES
+    # Rounds of native, xseg, and xseg under the limit.
+    repeat: int = 3
+    # The limit, as a multiple of peak requested.
+    limit: float = 1.02
+    # Under the limit in every round.
+    limited: Sequence[str] = ("xseg",)
+    # Run for their peaks alone, this often.
+    others: Sequence[str] = ("expandable", "async")
+    other_rounds: int = 1
+    # Whose least memory is searched, to this share of peak requested, with this many steps after the warm-up.
+    least: Sequence[str] = ("xseg", "expandable")
+    resolution: float = 0.0025
+    probe_steps: int = 24
+    most_probes: int = 8
+    # Steps with deterministic kernels.
+    exact_steps: int = 20
+
+
+def of(lines: Iterable[Line], run: str, kind: str, allocator: str | None = None) -> list[Line]:
+    """The lines of a workload of one kind."""
+    return [
+        line
+        for line in lines
+        if line.get("run") == run and line.get("kind") == kind and allocator in (None, line.get("allocator"))
+    ]
+
+
+def plenty(lines: Iterable[Line], run: str, allocator: str) -> list[Line]:
+    """Completed runs with all of the card's memory and the kernels that programs get."""
+    found = of(lines, run, "round", allocator) + of(lines, run, "other", allocator)
+    return [line for line in found if line["completed"] and not line["limit"]]
+
+
+def peak(lines: Iterable[Line], run: str) -> int:
+    """Most bytes that native's clients had at once; 0 before its first run."""
+    return max((line.get("peak_requested") or 0 for line in plenty(lines, run, "native")), default=0)
+
+
+def steps(lines: Iterable[Line], run: str) -> int:
+    """Steps of native's first run, which the others take too; 0 before it."""
+    return next((line["steps"] for line in plenty(lines, run, "native")), 0)
+
+
+def bounds(lines: list[Line], run: str, allocator: str, resolution: float) -> tuple[int, int | None]:
+    """Greatest limit known to fail and least known to do, in units of `resolution` above peak requested."""
+    base = peak(lines, run)
+    # Blocks take up more than is requested, so that peak requested itself is never enough.
+    low, high = 0, None
+    if not base:
+        return low, high
+
+    def units(limit: int) -> float:
+        return round((limit / base - 1) / resolution, 6)
+
+    held = [line for line in of(lines, run, "round", allocator) if line["limit"]] + of(lines, run, "probe", allocator)
+    failed = [math.floor(units(line["limit"])) for line in held if not line["completed"]]
+    low = max([low, *failed])
+    good = [math.ceil(units(line["limit"])) for line in held if line["completed"]]
+    if allocator in ("native", "expandable"):
+        # With a limit of what they reserved at most, these run as without one.
+        free = [line["peak_reserved"] for line in plenty(lines, run, allocator) if line.get("peak_reserved")]
+        good += [math.ceil(units(reserved)) for reserved in free]
+    # A run that did at a limit below one that failed was luck.
+    good = [at for at in good if at > low]
+    return low, min(good, default=None)
+
+
+def probe(low: int, high: int | None, guess: int) -> int | None:
+    """The next limit to try; None when the least is found. From the guess on upwards in growing steps, then halving."""
+    if high is not None and high - low <= 1:
+        return None
+    if high is None or low < guess < high:
+        return guess if low < guess else low + 2 * max(low - guess + 1, 1)
+    if low >= guess:
+        # Most often little is missing.
+        return min((low + high) // 2, low + 2 * (low - guess + 1))
+    return (low + high) // 2
+
+
+def next_least(lines: list[Line], run: str, plan: Plan) -> Job | None:
+    base = peak(lines, run)
+    if not base:
+        return None
+    for allocator in plan.least:
+        if len(of(lines, run, "probe", allocator)) >= plan.most_probes:
+            continue
+        low, high = bounds(lines, run, allocator, plan.resolution)
+        at = probe(low, high, round(0.0075 / plan.resolution))
+        if at is not None:
+            factor = round(1 + at * plan.resolution, 6)
+            return Job(run, allocator, "probe", limit=math.ceil(base * factor), factor=factor, steps=plan.probe_steps)
+    return None
+
+
+def round_jobs(plan: Plan, number: int) -> list[tuple[str, bool]]:
+    """Allocators of a round with whether they are limited; every other round goes the other way, so that drift evens out."""
+    order = [("native", False), ("xseg", False), *((allocator, True) for allocator in plan.limited)]
+    return order if number % 2 else order[::-1]
+
+
+def complete_rounds(lines: list[Line], run: str, plan: Plan) -> list[tuple[str, int]]:
+    """Rounds, by visit and number, of which nothing is missing."""
+    seen: dict[tuple[str, int], set[tuple[str, bool]]] = {}
+    for line in of(lines, run, "round"):
+        seen.setdefault((line["visit"], line["round"]), set()).add((line["allocator"], bool(line["limit"])))
+    return [key for key, found in seen.items() if found >= set(round_jobs(plan, 1))]
+
+
+def next_round(lines: list[Line], run: str, plan: Plan, visit: str) -> Job | None:
+    done = complete_rounds(lines, run, plan)
+    if len(done) >= plan.repeat:
+        return None
+    here = [line for line in of(lines, run, "round") if line["visit"] == visit]
+    number = sum(key[0] == visit for key in done) + 1
+    there = {(line["allocator"], bool(line["limit"])) for line in here if line["round"] == number}
+    base, count = peak(lines, run), steps(lines, run)
+    if not base and ("native", False) in there:
+        # Nothing to compare with: native did not complete.
+        return None
+    for allocator, limited in round_jobs(plan, number):
+        if (allocator, limited) not in there:
+            limit = math.ceil(base * plan.limit) if limited else 0
+            factor = plan.limit if limited else 0.0
+            return Job(run, allocator, "round", number, limit, factor, count)
+    return None
+
+
+def next_job(lines: list[Line], run: str, stage: str, plan: Plan, visit: str) -> Job | None:
+    """The next process of a stage of a workload; None when the stage is done, or cannot be."""
+    if stage == "rounds":
+        return next_round(lines, run, plan, visit)
+    if not peak(lines, run):
+        return None
+    if stage == "others":
+        for allocator in plan.others:
+            if len(of(lines, run, "other", allocator)) < plan.other_rounds:
+                return Job(run, allocator, "other", steps=steps(lines, run))
+    if stage == "losses":
+        for allocator in ("native", "xseg"):
+            if not of(lines, run, "losses", allocator):
+                return Job(run, allocator, "losses", steps=plan.exact_steps, deterministic=True)
+    if stage == "least":
+        return next_least(lines, run, plan)
+    return None

@@ -1,0 +1,174 @@
+"""Figures of many lines of training runs, as a report in Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from plan import Line, Plan, bounds, complete_rounds, of, peak, plenty
+
+GIB = 1 << 30
+
+
+def decoded(line: Line) -> list[float]:
+    return [float.fromhex(text) for text in line.get("losses", [])]
+
+
+def apart(some: Sequence[float], other: Sequence[float]) -> float:
+    """Greatest difference of two runs at one step, as a share of the loss."""
+    return max((abs(a - b) / max(abs(a), 1e-12) for a, b in zip(some, other)), default=0.0)
+
+
+def own_spread(native: Sequence[Line]) -> float:
+    """How far native's runs are from each other."""
+    runs = [decoded(line) for line in native]
+    return max((apart(a, b) for at, a in enumerate(runs) for b in runs[:at]), default=0.0)
+
+
+def beside(native: Sequence[Line], lines: Sequence[Line]) -> str:
+    """Losses of some runs beside native's: the distance of each to the nearest of native's, the greatest of these."""
+    lines = [line for line in lines if line.get("losses")]
+    if not lines or not native:
+        return "-"
+    if all(line["losses"] == native[0]["losses"] for line in [*native, *lines]):
+        return "equal"
+    far = max(min(apart(decoded(one), decoded(line)) for one in native) for line in lines)
+    return f"{far:.1e} apart, native's {own_spread(native):.1e}"
+
+
+def ratios(lines: list[Line], run: str, allocator: str, limited: bool, plan: Plan) -> list[float]:
+    """Speed as a share of native's in the same round, for each complete round."""
+    found = []
+    for visit, number in complete_rounds(lines, run, plan):
+        here = [line for line in of(lines, run, "round") if (line["visit"], line["round"]) == (visit, number)]
+        speeds = {(line["allocator"], bool(line["limit"])): line.get("per_second") for line in here}
+        native, ours = speeds.get(("native", False)), speeds.get((allocator, limited))
+        if native and ours:
+            found.append(ours / native)
+    return found
+
+
+def span(values: Sequence[float], form: str) -> str:
+    """Median, and the least and greatest."""
+    if not values:
+        return "-"
+    middle = format(statistics.median(values), form)
+    return middle if len(values) == 1 else f"{middle} ({format(min(values), form)} to {format(max(values), form)})"
+
+
+def most(lines: Sequence[Line], name: str) -> int | None:
+    return max((line[name] for line in lines if line.get(name) is not None), default=None)
+
+
+def least(lines: list[Line], run: str, allocator: str, resolution: float) -> str:
+    """The least limit at which the run was seen to complete, and what it was last seen to fail at."""
+    if not of(lines, run, "probe", allocator):
+        return "-"
+    low, high = bounds(lines, run, allocator, resolution)
+    if high is None:
+        return f"above {1 + low * resolution:.4f}"
+    found = f"{1 + high * resolution:.4f}"
+    return found if high - low <= 1 else f"{1 + max(low, 0) * resolution:.4f} to {found}"
+
+
+def row(lines: list[Line], run: str, allocator: str, limited: bool, plan: Plan) -> list[str] | None:
+    """One line of the table; None where there is nothing to show."""
+    mine = of(lines, run, "round", allocator)
+    mine += of(lines, run, "other", allocator)
+    mine = [line for line in mine if bool(line["limit"]) == limited]
+    if not mine:
+        return None
+    done = [line for line in mine if line["completed"]]
+    requested, reserved = most(done, "peak_requested"), most(done, "peak_reserved")
+    base = peak(lines, run)
+
+    def gib(value: int | None) -> str:
+        return "-" if value is None else f"{value / GIB:.3f}"
+
+    def counted(name: str) -> str:
+        values = [line[name] for line in done if line.get(name) is not None]
+        return "-" if not values else str(min(values)) if min(values) == max(values) else f"{min(values)}-{max(values)}"
+
+    shown = f"{most(mine, 'factor'):.4g}x" if limited else "-"
+    native = plenty(lines, run, "native")
+    shares = ratios(lines, run, allocator, limited, plan)
+    losses = beside(native, done)
+    if (allocator, limited) == ("native", False):
+        losses = "-" if len(native) < 2 else "equal" if own_spread(native) == 0 else f"{own_spread(native):.1e} apart"
+    return [
+        run, allocator, shown, f"{len(done)} of {len(mine)}", span([line["per_second"] for line in done], ".0f"), span(shares, ".3f"),
+        gib(requested), gib(reserved), "-" if not (reserved and base) else f"{reserved / base:.4f}", counted("retries"),
+        counted("host_waits"), losses, "-" if limited else least(lines, run, allocator, plan.resolution),
+    ]  # fmt: skip
+
+
+HEADS = [
+    "run", "allocator", "limit", "done", "tokens/s", "/ native", "requested GiB", "reserved GiB", "reserved / requested",
+    "retries", "host waits", "losses", "least",
+]  # fmt: skip
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        "| " + " | ".join(heads) + " |",
+        "|" + "---|" * len(heads),
+        *("| " + " | ".join(cells) + " |" for cells in rows),
+    ]
+
+
+def exact(lines: list[Line], run: str) -> str | None:
+    """What the runs with deterministic kernels say."""
+    native, ours = of(lines, run, "losses", "native"), of(lines, run, "losses", "xseg")
+    if not (native and ours and native[0].get("losses") and ours[0].get("losses")):
+        return None
+    pairs = list(zip(native[0]["losses"], ours[0]["losses"]))
+    first = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+    if first is None:
+        return f"{run}: {len(pairs)} steps equal to the last bit"
+    return f"{run}: equal up to step {first}, then {float.fromhex(pairs[first][0])!r} and {float.fromhex(pairs[first][1])!r}"
+
+
+def failures(lines: Sequence[Line]) -> list[str]:
+    """Runs that ended in anything but a limit's out of memory, each by its first words."""
+    found = []
+    for line in lines:
+        error = line.get("error")
+        if error and ("out of memory" not in error.lower() or not line.get("limit")):
+            words = " ".join(error.split())[:200]
+            found.append(f"{line['run']}, {line['allocator']}, {line['kind']}, limit {line['limit']}: {words}")
+    return found
+
+
+def report(lines: list[Line], plan: Plan, commit: str = "") -> str:
+    """The whole report."""
+    visits: list[dict[str, Any]] = [line for line in lines if line.get("kind") == "about"]
+    heads = []
+    for one in visits:
+        names = one["gpus"]
+        gpus = "no GPU" if not names else f"{len(names)} x {names[0]}"
+        versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items() if number)
+        heads.append(
+            f"{one['visit']}: {gpus}, driver {one['driver']}, {versions}, Python {one['python']}, {one['cores']} cores. "
+            f"Commit {commit or one['commit']}. `{one['command']}`"
+        )
+    runs = list(dict.fromkeys(line["run"] for line in lines if "run" in line))
+    names = list(dict.fromkeys(["native", "xseg", *plan.others]))
+    found = (row(lines, run, name, limited, plan) for run in runs for name in names for limited in (False, True))
+    rows = [cells for cells in found if cells]
+    title = visits[0]["gpus"][0] if visits and visits[0]["gpus"] else "no GPU"
+    text = [f"# Training runs: {title}", "", *(part for head in heads for part in (head, "")), *table(HEADS, rows), ""]
+    text += [
+        "Each line is the median of its runs, with the least and greatest; `/ native` compares with native in the same round, rounds "
+        "alternating the allocators. Peaks are the most of any run; reserved / requested is by native's peak requested. Retries: PyTorch's "
+        "`num_alloc_retries`. Losses: the greatest distance of a run at any step to the nearest of native's runs. Least: the least "
+        f"limit, as a multiple of native's peak requested and to {plan.resolution * 100:g} %, at which {plan.probe_steps} steps completed.",
+        "",
+    ]
+    bits = [words for run in runs if (words := exact(lines, run))]
+    if bits:
+        text += ["With deterministic kernels, native and xseg:", "", *(f"- {words}" for words in bits), ""]
+    wrong = failures(lines)
+    if wrong:
+        text += ["What did not complete for another reason than a limit:", "", *(f"- {words}" for words in wrong), ""]
+    return "\n".join(text)

@@ -1,0 +1,125 @@
+"""A visit of a machine: workloads side by side, one for each GPU, their lines added to one file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from measure import Job
+from plan import Plan, next_job
+
+Line = dict[str, Any]
+
+
+def read(paths: Sequence[Path]) -> list[Line]:
+    """The lines of several files; a last one that was cut off is left out."""
+    lines = []
+    for path in paths:
+        for number, text in enumerate(path.read_text().splitlines(), 1):
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:
+                print(f"{path}:{number} is no line of JSON and is left out", file=sys.stderr)
+    return lines
+
+
+def about(visit: str, commit: str, words: Sequence[str]) -> Line:
+    """The machine and what runs on it."""
+    versions = {}
+    for name in ("torch", "xseg", "transformers"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    gpus, driver = [], None
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        for text in subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.splitlines():
+            name, driver = (part.strip() for part in text.split(",", 1))
+            gpus.append(name)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        # No GPU here: only the summary would miss it.
+        pass
+    return {
+        "kind": "about", "visit": visit, "commit": commit, "gpus": gpus, "driver": driver, "versions": versions,
+        "python": sys.version.split()[0], "cores": os.cpu_count(), "command": " ".join(words),
+    }  # fmt: skip
+
+
+class Visit:
+    """Works through the stages of all workloads; each workload is on one GPU at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        lines: list[Line],
+        keep: Callable[[Line], None],
+        start: Callable[[Job, int], Line],
+        plan: Plan,
+        runs: Sequence[str],
+        deadline: float = float("inf"),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name, self.lines, self.plan, self.deadline, self.clock = name, lines, plan, deadline, clock
+        self.keep, self.start = keep, start
+        # The first stage of all before the second of any: a visit that ends early has the most of what matters most.
+        self.tasks = [(run, stage) for stage in plan.stages for run in runs]
+        self.busy: set[str] = set()
+        self.left: list[tuple[str, str]] = []
+        self.changed = threading.Condition()
+
+    def take(self) -> tuple[str, str] | None:
+        """A task whose workload nobody is at; None when nothing is left."""
+        with self.changed:
+            while self.tasks:
+                for task in self.tasks:
+                    if task[0] not in self.busy:
+                        self.tasks.remove(task)
+                        self.busy.add(task[0])
+                        return task
+                self.changed.wait()
+        return None
+
+    def expected(self, run: str) -> float:
+        """Seconds that the workload's next process may take: as the longest of this visit so far."""
+        walls = [line["wall"] for line in self.lines if line.get("run") == run and line.get("visit") == self.name]
+        return max(walls, default=60.0)
+
+    def work(self, slot: int) -> None:
+        """Runs tasks on the GPU of number `slot` in the list of GPUs."""
+        while (task := self.take()) is not None:
+            run, stage = task
+            try:
+                while True:
+                    with self.changed:
+                        job = next_job(self.lines, run, stage, self.plan, self.name)
+                        late = job is not None and self.clock() + self.expected(run) > self.deadline
+                    if late:
+                        self.left.append(task)
+                    if job is None or late:
+                        break
+                    line = {**self.start(job, slot), "visit": self.name, "slot": slot}
+                    with self.changed:
+                        self.lines.append(line)
+                        self.keep(line)
+            finally:
+                with self.changed:
+                    self.busy.discard(run)
+                    self.changed.notify_all()
+
+    def go(self, slots: int) -> list[tuple[str, str]]:
+        """Works on that many GPUs at a time; returns the tasks that time did not allow."""
+        threads = [threading.Thread(target=self.work, args=(slot,)) for slot in range(slots)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return self.left

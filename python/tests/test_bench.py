@@ -1,0 +1,225 @@
+"""The programs of `bench/` as far as they need no GPU: what is run next, the search for the least limit, the report."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parent.parent / "bench"
+sys.path.insert(0, str(BENCH))
+
+import measure  # noqa: E402
+import plan as planning  # noqa: E402
+import summary  # noqa: E402
+import visit  # noqa: E402
+import workloads  # noqa: E402
+from measure import Job  # noqa: E402
+from plan import Plan  # noqa: E402
+
+PEAK = 10 << 30
+# The least multiple of peak requested in which the pretended allocators complete.
+NEEDS = {"native": 1.3, "expandable": 1.0121, "xseg": 1.0041, "async": 1.1}
+
+
+def pretend(job: Job, slot: int = 0) -> dict[str, Any]:
+    """A process that completes where its limit allows, at a speed that falls from run to run as a machine's does."""
+    need = NEEDS[job.allocator]
+    completed = not job.limit or job.limit >= PEAK * need
+    pretend.clock += 10  # type: ignore[attr-defined]
+    line: dict[str, Any] = {**asdict(job), "completed": completed, "wall": 10.0, "peak_reserved": int(PEAK * need)}
+    line["peak_requested"] = None if job.allocator == "async" else PEAK
+    line.update(retries=0, steps=job.steps or 200)
+    if completed:
+        line["per_second"] = 1000.0 * (0.98 if job.allocator == "xseg" else 1.0) - pretend.clock / 100  # type: ignore[attr-defined]
+        line["losses"] = [(5.0 - at / 10).hex() for at in range(20)]
+    else:
+        line["error"] = "CUDA out of memory."
+    return line
+
+
+def work(
+    lines: list[dict[str, Any]], name: str, runs: list[str], start: Callable[[Job, int], Any] = pretend, **more: Any
+) -> list[tuple[str, str]]:
+    pretend.clock = 0  # type: ignore[attr-defined]
+    slots = more.pop("slots", 1)
+    return visit.Visit(name, lines, lambda line: None, start, more.pop("plan", Plan()), runs, **more).go(slots)
+
+
+def kinds(lines: list[dict[str, Any]], kind: str) -> list[tuple[str, bool]]:
+    return [(line["allocator"], bool(line["limit"])) for line in lines if line["kind"] == kind]
+
+
+def test_lengths_are_the_same_everywhere_and_the_greatest_comes_first() -> None:
+    lengths = [workloads.length_of(at, 256, 4096) for at in range(100)]
+    assert lengths == [workloads.length_of(at, 256, 4096) for at in range(100)]
+    assert lengths[1] == 4096 == max(lengths) and min(lengths) >= 256 and len(set(lengths)) > 90
+
+
+def test_rounds_alternate_and_take_natives_steps_and_peak() -> None:
+    lines: list[dict[str, Any]] = []
+    assert work(lines, "first", ["gpt2"], plan=Plan(stages=["rounds"], repeat=2)) == []
+    forth = [("native", False), ("xseg", False), ("xseg", True)]
+    assert kinds(lines, "round") == forth + forth[::-1]
+    assert [line["steps"] for line in lines] == [200] * 6
+    assert {line["limit"] for line in lines} == {0, math.ceil(PEAK * 1.02)}
+
+
+@pytest.mark.parametrize("need", [1.0001, 1.0025, 1.0026, 1.0074, 1.0076, 1.02, 1.0333, 1.2, 1.72])
+@pytest.mark.parametrize("allocator", ["xseg", "expandable"])
+def test_the_search_finds_the_least_limit_in_few_probes(
+    need: float, allocator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(NEEDS, allocator, need)
+    plan = Plan(stages=["rounds", "others", "least"], repeat=1, least=[allocator], most_probes=20)
+    lines: list[dict[str, Any]] = []
+    work(lines, "one", ["gpt2"], plan=plan)
+    low, high = planning.bounds(lines, "gpt2", allocator, plan.resolution)
+    assert high is not None and high - low == 1
+    assert 1 + low * plan.resolution < need or low == 0
+    assert need <= 1 + high * plan.resolution + 1e-6
+    probes = len(kinds(lines, "probe"))
+    assert probes <= 2 + 2 * math.log2(max(need - 1, 0.01) / plan.resolution), probes
+
+
+def test_a_limit_that_did_below_one_that_failed_does_not_count() -> None:
+    lines = [pretend(Job("gpt2", "native", "round"))]
+    for factor, completed in ((1.01, True), (1.015, False), (1.02, True)):
+        probe = pretend(Job("gpt2", "xseg", "probe", limit=math.ceil(PEAK * factor), factor=factor))
+        lines.append({**probe, "completed": completed})
+    assert planning.bounds(lines, "gpt2", "xseg", 0.005) == (3, 4)
+
+
+def test_a_visit_that_ends_early_is_gone_on_with() -> None:
+    lines: list[dict[str, Any]] = []
+    plan = Plan(repeat=3)
+    left = work(lines, "first", ["gpt2", "llama"], plan=plan, deadline=75, clock=lambda: pretend.clock)  # type: ignore[attr-defined]
+    assert ("gpt2", "rounds") in left and ("llama", "rounds") in left
+    # Nothing was started that would have ended later.
+    assert 0 < len(lines) <= 9
+    assert work(lines, "second", ["gpt2", "llama"], plan=plan) == []
+    for run in ("gpt2", "llama"):
+        assert len(planning.complete_rounds(lines, run, plan)) == 3
+        assert len(planning.of(lines, run, "other")) == 2 == len(planning.of(lines, run, "losses"))
+    # A round is of one visit: what was cut off is measured again.
+    for visit_name, number in planning.complete_rounds(lines, "gpt2", plan):
+        here = [line for line in lines if (line["run"], line["kind"]) == ("gpt2", "round")]
+        assert sum((line["visit"], line["round"]) == (visit_name, number) for line in here) == 3
+    before = len(lines)
+    work(lines, "third", ["gpt2", "llama"], plan=plan)
+    assert len(lines) == before
+
+
+def test_two_gpus_never_share_a_workload() -> None:
+    import threading
+
+    at_work: list[str] = []
+    both = threading.Barrier(2)
+    seen: list[int] = []
+
+    def start(job: Job, slot: int) -> dict[str, Any]:
+        assert job.run not in at_work
+        at_work.append(job.run)
+        if job.kind == "round" and job.round == 1 and job.allocator == "native":
+            both.wait(20)
+        seen.append(slot)
+        line = pretend(job)
+        at_work.remove(job.run)
+        return line
+
+    lines: list[dict[str, Any]] = []
+    assert work(lines, "one", ["gpt2", "llama"], start, slots=2, plan=Plan(repeat=1)) == []
+    assert set(seen) == {0, 1} and {line["run"] for line in lines} == {"gpt2", "llama"}
+
+
+def test_a_workload_whose_native_run_fails_is_left() -> None:
+    def start(job: Job, slot: int) -> dict[str, Any]:
+        return {**asdict(job), "completed": False, "wall": 1.0, "error": "exit status 1: no such model"}
+
+    lines: list[dict[str, Any]] = []
+    assert work(lines, "one", ["gpt2"], start) == [] and len(lines) == 1
+    assert "no such model" in summary.report(lines, Plan())
+
+
+def whole() -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = [{**visit.about("one", "abc1234", ["python", "train.py"]), "gpus": ["A GPU"] * 2}]
+    work(lines, "one", ["gpt2"])
+    return lines
+
+
+def test_the_report_has_every_figure() -> None:
+    lines = whole()
+    text = summary.report(lines, Plan())
+    assert "2 x A GPU" in text and "Commit abc1234" in text and "`python train.py`" in text
+    rows = {tuple(row[1:4:1]): row for row in ([cell.strip() for cell in line.split("|")] for line in text.split("\n"))}
+    native, ours, held = rows["gpt2", "native", "-"], rows["gpt2", "xseg", "-"], rows["gpt2", "xseg", "1.02x"]
+    assert native[4] == "3 of 3" and native[12] == "equal" and native[7] == "10.000"
+    assert ours[6].startswith("0.98") and ours[9] == "1.0041" and ours[12] == "equal" and ours[13] == "1.0050"
+    assert held[4] == "3 of 3" and held[6].startswith("0.98")
+    assert rows["gpt2", "expandable", "-"][13] == "1.0125"
+    assert "gpt2: 20 steps equal to the last bit" in text
+    assert "did not complete" not in text
+
+
+def test_losses_are_held_to_natives_own_spread() -> None:
+    def line(*losses: float) -> dict[str, Any]:
+        return {"losses": [value.hex() for value in losses]}
+
+    native = [line(5.0, 4.0), line(5.0, 4.004)]
+    assert summary.own_spread(native) == pytest.approx(0.001, rel=0.01)
+    assert summary.beside(native[:1], native[:1]) == "equal"
+    assert summary.beside(native, [line(5.0, 4.002), line(5.0, 4.006)]) == "5.0e-04 apart, native's 1.0e-03"
+    assert summary.beside([], native) == "-"
+    exact = [
+        {"run": "r", "kind": "losses", "allocator": name, **native[at]} for at, name in enumerate(("native", "xseg"))
+    ]
+    assert summary.exact(exact, "r") == "r: equal up to step 1, then 4.0 and 4.004"
+
+
+def test_lines_are_read_back(tmp_path: Path) -> None:
+    lines = whole()
+    whole_file, cut = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    whole_file.write_text("".join(json.dumps(line) + "\n" for line in lines[:5]))
+    cut.write_text("".join(json.dumps(line) + "\n" for line in lines[5:]) + '{"run": "gp')
+    assert visit.read([whole_file, cut]) == lines
+    command = [sys.executable, str(BENCH / "train.py"), "--summary", str(whole_file), str(cut), "--commit", "def5678"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "Commit def5678" in done.stdout and "b.jsonl" in done.stderr
+
+
+def test_processes_get_their_allocator_and_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    job = Job("gpt2", "expandable", "other")
+    env = measure.environment(job, "1")
+    assert env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True" and env["CUDA_VISIBLE_DEVICES"] == "1"
+    assert "PYTORCH_ALLOC_CONF" not in env
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in measure.environment(replace(job, allocator="xseg"), None)
+
+
+def test_a_process_that_fails_leaves_a_line(tmp_path: Path) -> None:
+    line = measure.launch(Job("nothing", "native", "round"), measure.Process(device="cpu", small=True))
+    assert not line["completed"] and line["error"] and line["run"] == "nothing" and line["wall"] > 0
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None,
+    reason="PyTorch and transformers are not installed",
+)
+@pytest.mark.parametrize("run", list(workloads.RUNS))
+def test_workloads_train_and_repeat(run: str) -> None:
+    import torch
+
+    def losses() -> list[float]:
+        made = workloads.RUNS[run](torch, "cpu", True)
+        return [made.step(at)[0].item() for at in range(4)]
+
+    first = losses()
+    assert first == losses() and all(math.isfinite(loss) for loss in first) and len(set(first)) > 1
