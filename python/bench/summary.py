@@ -150,7 +150,7 @@ def report(lines: list[Line], plan: Plan, commit: str = "") -> str:
         versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items() if number)
         heads.append(
             f"{one['visit']}: {gpus}, driver {one['driver']}, {versions}, Python {one['python']}, {one['cores']} cores. "
-            f"Commit {commit or one['commit']}. `{one['command']}`"
+            f"Commit {commit or one['commit'] or 'not given'}. `{one['command']}`"
         )
     runs = list(dict.fromkeys(line["run"] for line in lines if "run" in line))
     names = list(dict.fromkeys(["native", "xseg", *plan.others]))

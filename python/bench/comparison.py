@@ -1,0 +1,115 @@
+"""Comparisons of `distributed.py` on one host: each run is a torchrun of its own, and its ranks' lines become one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from measure import Job, environment
+from plan import Plan
+from summary import report
+from visit import Visit, about, read
+
+Line = dict[str, Any]
+# A workload is a kind of parallel training, and whether it communicates from registered memory.
+REGISTERED = "+registered"
+
+
+def together(job: Job, ranks: Sequence[Line], world: int) -> Line:
+    """One line for all ranks: the most memory of any, the waits of all, and complete only if each is."""
+    line: Line = {"completed": len(ranks) == world and all(one["completed"] for one in ranks)}
+    for name in ("peak_requested", "peak_reserved"):
+        line[name] = max((one[name] for one in ranks if one.get(name) is not None), default=None)
+    for name in ("retries", "host_waits", "gpu_waits", "handles_moved", "bytes_moved", "driver_nanos"):
+        counted = [one[name] for one in ranks if one.get(name) is not None]
+        if counted:
+            line[name] = sum(counted)
+    # Each rank has the sum of all tokens, over its own clock.
+    line["per_second"] = min((one["per_second"] for one in ranks if one.get("per_second")), default=None)
+    line["losses"] = next((one["losses"] for one in ranks if one.get("losses")), [])
+    line["hang"] = any(one.get("hang") for one in ranks)
+    # A rank that hangs waits for another, whose error says more.
+    errors = sorted((one for one in ranks if one.get("error")), key=lambda one: bool(one.get("hang")))
+    if errors:
+        line["error"] = f"rank {errors[0]['rank']}: {errors[0]['error']}"
+    elif not line["completed"]:
+        line["error"] = f"{len(ranks)} of {world} ranks gave a line"
+    if job.kind == "probe":
+        line.pop("losses")
+    return line
+
+
+def launch(job: Job, args: argparse.Namespace) -> Line:
+    """Starts the ranks of a job, and gives their line."""
+    kind = job.run.removesuffix(REGISTERED)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks),
+        str(Path(__file__).with_name("distributed.py")), "--kind", kind, "--allocator", job.allocator, "--bytes", str(job.limit),
+        "--steps", str(job.steps or args.steps), "--warmup", str(args.warmup), "--hang", str(args.hang),
+        *(["--register"] if job.run != kind else []), *(["--small"] if args.small else []),
+    ]  # fmt: skip
+    for name in ("width", "layers", "vocabulary", "batch", "length"):
+        command += [f"--{name}", str(getattr(args, name))]
+    began = time.monotonic()
+    # A session of its own, so that ranks that hang can be ended with their launcher.
+    started = subprocess.Popen(
+        command, env=environment(job, None), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )  # fmt: skip
+    timed_out = False
+    try:
+        out, err = started.communicate(timeout=args.timeout)
+    except subprocess.TimeoutExpired:
+        timed_out = True
+        os.killpg(started.pid, signal.SIGKILL)
+        out, err = started.communicate()
+    ranks = [json.loads(text) for text in out.splitlines() if text.startswith('{"rank"')]
+    line = {"run": job.run, "allocator": job.allocator, "kind": job.kind, "round": job.round, "limit": job.limit}
+    line.update(factor=job.factor, steps=job.steps or args.steps, world=args.ranks)
+    line.update(together(job, ranks, args.ranks))
+    if timed_out:
+        line.update(completed=False, hang=True, error=f"no end in {args.timeout:.0f} s")
+    elif not ranks:
+        line["error"] = f"exit status {started.returncode}: {err[-800:]}"
+    line["wall"] = round(time.monotonic() - began, 1)
+    return line
+
+
+def main(args: argparse.Namespace) -> int:
+    stages = ["rounds", "others"] + (["least"] if args.least else [])
+    plan = Plan(
+        stages=stages, repeat=args.repeat, limit=float(args.limit.removesuffix("x")), limited=args.limited.split(","),
+        others=[name for name in args.others.split(",") if name], least=args.least.split(","), resolution=args.resolution,
+        probe_steps=args.probe_steps,
+    )  # fmt: skip
+    if args.summary:
+        print(report(read([Path(name) for name in args.summary]), plan, args.commit))
+        return 0
+    runs = [kind for kind in args.kinds.split(",") if kind]
+    if args.register:
+        runs += [kind + REGISTERED for kind in runs]
+    began, out_file = time.monotonic(), Path(args.out)
+    have = [Path(name) for name in args.have]
+    lines = read([*have, *([out_file] if out_file.exists() else [])])
+    name = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    with out_file.open("a") as out:
+
+        def keep(line: Line) -> None:
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+            print(json.dumps({key: value for key, value in line.items() if key != "losses"}), flush=True)
+
+        keep(about(name, args.commit, ["python", *sys.argv]))
+        deadline = began + 60 * args.minutes if args.minutes else float("inf")
+        left = Visit(name, lines, keep, lambda job, slot: launch(job, args), plan, runs, deadline).go(1)
+    for run, stage in left:
+        print(f"{run}: {stage} not finished; run the same with the lines so far in --have", file=sys.stderr)
+    print(report(read([*have, out_file]), plan, args.commit))
+    return 0

@@ -1,0 +1,322 @@
+"""Training on several ranks, DDP and FSDP2, under PyTorch's allocators and xseg.
+
+One run, on as many hosts as torchrun is started on; a line of JSON for each rank, and one for all from rank 0:
+
+    torchrun --nproc-per-node 2 distributed.py --kind fsdp2 --allocator xseg --steps 200
+
+Comparisons on the GPUs of this host (it starts torchrun itself), one after the other, with a report at the end:
+
+    python distributed.py --compare --ranks 2 --out lines.jsonl              # native, xseg, xseg at 1.02x; then expandable
+    python distributed.py --compare --ranks 2 --least --out lines.jsonl      # and the least memory of a rank
+    python distributed.py --compare --ranks 2 --register --out lines.jsonl   # and all that from memory that NCCL registered
+    python distributed.py --summary lines.jsonl
+
+Every rank trains on data and lengths of its own. A rank that does not get on within `--hang` seconds says so, with the stacks of its
+threads, and ends with status 3. Where there is no GPU the ranks train a small model on the host, by gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import faulthandler
+import json
+import os
+import random
+import sys
+import threading
+import time
+from typing import Any
+
+from measure import dry_figures
+
+KINDS = ("ddp", "fsdp2")
+ALLOCATORS = ("native", "expandable", "xseg")
+SEED = 1234
+# Width, layers, vocabulary, batch and length of `--small`.
+SMALL = (64, 2, 128, 2, 32)
+
+
+def say(line: dict[str, Any]) -> None:
+    """A line in one write, so that those of several ranks do not mix."""
+    sys.stdout.flush()
+    os.write(1, (json.dumps(line) + "\n").encode())
+
+
+class Watch(threading.Thread):
+    """Ends the process when the main thread does not get on."""
+
+    def __init__(self, seconds: float, line: dict[str, Any]) -> None:
+        super().__init__(daemon=True)
+        self.seconds, self.line = seconds, line
+        self.last = (0, time.monotonic())
+        self.done = threading.Event()
+
+    def at(self, step: int) -> None:
+        self.last = (step, time.monotonic())
+        # Should Python itself be stuck in a call, this still ends the process.
+        faulthandler.dump_traceback_later(2 * self.seconds, exit=True)
+
+    def run(self) -> None:
+        while not self.done.wait(min(1.0, self.seconds / 4)):
+            step, since = self.last
+            if time.monotonic() - since > self.seconds:
+                say(
+                    {
+                        **self.line,
+                        "completed": False,
+                        "hang": True,
+                        "error": f"no step within {self.seconds:.0f} s after step {step}",
+                    }
+                )
+                faulthandler.dump_traceback()
+                os._exit(3)
+
+    def stop(self) -> None:
+        self.done.set()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def make_model(torch: Any, width: int, layers: int, vocabulary: int) -> Any:
+    """A decoder: attention and a wide layer in each block."""
+    nn = torch.nn
+
+    class Block(nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: Any) -> Any:
+            batch, length, _ = x.shape
+            heads = max(width // 64, 1)
+            parts = self.mixed(self.before(x)).view(batch, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
+            seen = nn.functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
+            x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
+            return x + self.narrow(nn.functional.gelu(self.wide(self.between(x))))
+
+    class Decoder(nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(vocabulary, width)
+            self.blocks = nn.ModuleList(Block() for _ in range(layers))
+            self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+        def forward(self, tokens: Any) -> Any:
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x)
+            logits = self.head(self.norm(x))[:, :-1]
+            return nn.functional.cross_entropy(logits.reshape(-1, vocabulary).float(), tokens[:, 1:].reshape(-1))
+
+    return Decoder()
+
+
+def spread(torch: Any, model: Any, args: argparse.Namespace, backend: Any, device: Any) -> tuple[Any, Any]:
+    """The model on all ranks, and the pool of registered memory that it communicates from, if wanted."""
+    pool = None
+    if args.register:
+        # Memory of NCCL's own: what is registered must neither move nor be cut differently on another rank.
+        pool = torch.cuda.MemPool(backend.mem_allocator)
+        backend.register_mem_pool(pool)
+    if args.kind == "ddp":
+        from torch.nn.parallel import DistributedDataParallel
+
+        ids = [device.index] if device.type == "cuda" else None
+        if pool is None:
+            return DistributedDataParallel(model, device_ids=ids), None
+        # Buckets are made anew after the first step, outside of the pool, unless parameters may be unused.
+        with torch.cuda.use_mem_pool(pool):
+            made = DistributedDataParallel(
+                model, device_ids=ids, find_unused_parameters=True, gradient_as_bucket_view=True
+            )
+        return made, pool
+    from torch.distributed.fsdp import fully_shard
+
+    parts = [*model.blocks, model]
+    for part in parts:
+        fully_shard(part)
+    if pool is not None:
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+        class Pooled:
+            def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
+                with torch.cuda.use_mem_pool(pool):
+                    return torch.empty(*size, dtype=dtype, device=device)
+
+        gather = type("PooledGather", (Pooled, collectives.DefaultAllGather), {})
+        scatter = type("PooledScatter", (Pooled, collectives.DefaultReduceScatter), {})
+        for part in parts:
+            part.set_custom_all_gather(gather())
+            part.set_custom_reduce_scatter(scatter())
+    return model, pool
+
+
+def train(torch: Any, args: argparse.Namespace, line: dict[str, Any], watch: Watch) -> None:
+    """All steps of this rank; fills its line."""
+    dist = torch.distributed
+    cuda = torch.cuda.is_available()
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        if args.bytes:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, args.bytes / total), device)
+    timeout = datetime.timedelta(seconds=2 * args.hang)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(SEED)
+    with torch.device(device):
+        model = make_model(torch, args.width, args.layers, args.vocabulary)
+    backend = dist.group.WORLD._get_backend(device)
+    model, pool = spread(torch, model, args, backend, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    losses = torch.zeros(args.warmup + args.steps, device=device)
+    tokens, began = 0, time.perf_counter()
+    for at in range(args.warmup + args.steps):
+        if at == args.warmup:
+            wait()
+            dist.barrier()
+            began, tokens = time.perf_counter(), 0
+        # Step 1 has the greatest length on all ranks, so that peaks are met before the clock starts.
+        drawn = random.Random(at * world + rank).randrange(args.length // 8, args.length + 1)
+        shape = (args.batch, args.length if at == 1 else drawn)
+        generator = torch.Generator(device).manual_seed(SEED + at * world + rank)
+        data = torch.randint(args.vocabulary, shape, generator=generator, device=device)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(data)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses[at].copy_(loss.detach())
+        tokens += data.numel()
+        # A program that logs waits now and then too; only what has run counts as getting on.
+        if at % 10 == 9:
+            wait()
+            watch.at(at + 1)
+    wait()
+    seconds = time.perf_counter() - began
+    dist.all_reduce(losses)
+    counted = torch.tensor(float(tokens), device=device, dtype=torch.float64)
+    dist.all_reduce(counted)
+    wait()
+    line.update(completed=True, seconds=round(seconds, 3), per_second=round(counted.item() / seconds, 1))
+    line["losses"] = [(value / world).hex() for value in losses.tolist()]
+    line["registered"] = pool is not None
+    line.update(figures(torch, args.allocator, device) if cuda else dry_figures())
+    dist.barrier()
+    if pool is not None:
+        backend.deregister_mem_pool(pool)
+    dist.destroy_process_group()
+
+
+def figures(torch: Any, allocator: str, device: Any) -> dict[str, Any]:
+    stats = torch.cuda.memory_stats(device)
+    found = {
+        "peak_requested": stats.get("requested_bytes.all.peak"),
+        "peak_reserved": torch.cuda.max_memory_reserved(device),
+        "retries": stats.get("num_alloc_retries"),
+    }
+    if allocator == "xseg":
+        import xseg
+
+        ours = xseg.stats(device.index)
+        found.update(
+            {name: ours[name] for name in ("host_waits", "gpu_waits", "handles_moved", "bytes_moved", "driver_nanos")}
+        )
+    return found
+
+
+def rank_main(args: argparse.Namespace) -> int:
+    """One rank, as torchrun starts it."""
+    if args.allocator == "expandable":
+        # Read when PyTorch is loaded.
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    rank = int(os.environ.get("RANK", 0))
+    line: dict[str, Any] = {
+        "rank": rank, "world": int(os.environ.get("WORLD_SIZE", 1)), "host": os.uname().nodename, "kind": args.kind,
+        "allocator": args.allocator, "limit": args.bytes, "steps": args.steps, "register": args.register, "completed": False,
+    }  # fmt: skip
+    watch = Watch(args.hang, line)
+    watch.at(0)
+    watch.start()
+    import torch
+
+    if args.allocator == "xseg" and torch.cuda.is_available():
+        import xseg
+
+        line["mode"] = xseg.install()
+    try:
+        train(torch, args, line, watch)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        line["error"] = str(error)[:400]
+        if "out of memory" not in str(error).lower():
+            say(line)
+            raise
+        line.update(figures(torch, args.allocator, torch.device("cuda", torch.cuda.current_device())))
+    say(line)
+    watch.stop()
+    if not line["completed"]:
+        # The others wait for this rank in a collective; torchrun ends them.
+        os._exit(1)
+    return 0
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--kind", choices=KINDS, default="ddp")
+    add("--allocator", choices=ALLOCATORS, default="native")
+    add("--steps", type=int, default=200, help="after the warm-up (default %(default)s)")
+    add("--warmup", type=int, default=5, help="steps before the clock starts (default %(default)s)")
+    add("--bytes", type=int, default=0, help="most memory of each rank; 0: no limit")
+    add("--register", action="store_true", help="communicate from memory that NCCL allocated and registered")
+    add(
+        "--hang",
+        type=float,
+        default=60,
+        help="seconds without ten more steps that count as a hang (default %(default)s)",
+    )
+    add("--width", type=int, default=2048)
+    add("--layers", type=int, default=12)
+    add("--vocabulary", type=int, default=32000)
+    add("--batch", type=int, default=4, help="of each rank")
+    add("--length", type=int, default=2048, help="greatest; the least is an eighth of it")
+    add("--small", action="store_true", help="a model for the host")
+    compare = parser.add_argument_group("comparisons on this host")
+    add = compare.add_argument
+    add("--compare", action="store_true", help="start the ranks of several runs, one after the other")
+    add("--ranks", type=int, default=2, help="default %(default)s")
+    add("--kinds", default="ddp,fsdp2", help="default %(default)s")
+    add("--others", default="expandable", help="run for their peaks (default %(default)s)")
+    add("--limited", default="xseg", help="run at `--limit` in each round (default %(default)s)")
+    add("--limit", default="1.02x", help="of native's peak requested on its worst rank (default %(default)s)")
+    add("--repeat", type=int, default=1, help="rounds (default %(default)s)")
+    add("--least", nargs="?", const="xseg,expandable", default="", help="search the least memory for these")
+    add("--resolution", type=float, default=0.0025, help="of the search, in peak requested (default %(default)s)")
+    add("--probe-steps", type=int, default=24, help="default %(default)s")
+    add("--minutes", type=float, default=0, help="start nothing that would not end within this time (default: no end)")
+    add("--timeout", type=float, default=240, help="seconds for one run (default %(default)s)")
+    add("--commit", default="", help="of xseg, for the report")
+    add("--have", nargs="*", default=[], help="files whose lines need no second run")
+    add("--out", default="distributed.jsonl", help="lines are added to this file, and those there count")
+    add("--summary", nargs="+", help="run nothing: report on these files")
+    return parser
+
+
+def main() -> int:
+    args = arguments().parse_args()
+    if args.small:
+        args.width, args.layers, args.vocabulary, args.batch, args.length = SMALL
+    if args.compare or args.summary:
+        import comparison
+
+        return comparison.main(args)
+    return rank_main(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

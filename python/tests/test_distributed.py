@@ -1,0 +1,75 @@
+"""`bench/distributed.py` on two ranks of this machine, by gloo, and how the lines of ranks become one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parent.parent / "bench"
+sys.path.insert(0, str(BENCH))
+
+import comparison  # noqa: E402
+import distributed  # noqa: E402
+from measure import Job  # noqa: E402
+
+SCRIPT = str(BENCH / "distributed.py")
+JOB = Job("ddp", "xseg", "round")
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+
+
+def rank(number: int, **more: Any) -> dict[str, Any]:
+    line = {"rank": number, "completed": True, "per_second": 100.0 - number, "losses": ["0x1p+0"], "retries": 1}
+    return {**line, "peak_requested": 1000 + number, "peak_reserved": 1100 - number, "host_waits": number, **more}
+
+
+def test_one_line_for_all_ranks() -> None:
+    line = comparison.together(JOB, [rank(0), rank(1)], 2)
+    assert line["completed"] and not line["hang"] and "error" not in line
+    assert (line["peak_requested"], line["peak_reserved"], line["retries"], line["host_waits"]) == (1001, 1100, 2, 1)
+    assert line["per_second"] == 99.0 and line["losses"] == ["0x1p+0"]
+
+
+def test_a_rank_that_failed_is_named_before_those_that_waited_for_it() -> None:
+    hung = rank(0, completed=False, hang=True, error="no step within 60 s after step 10")
+    failed = rank(1, completed=False, error="CUDA out of memory.")
+    line = comparison.together(JOB, [hung, failed], 2)
+    assert not line["completed"] and line["hang"] and line["error"] == "rank 1: CUDA out of memory."
+    missing = comparison.together(JOB, [rank(0)], 2)
+    assert not missing["completed"] and missing["error"] == "1 of 2 ranks gave a line"
+
+
+@needs_torch
+def test_two_ranks_train_alike_in_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--small", "--steps", "6", "--warmup", "2", "--commit", "abc1234"]
+    args = distributed.arguments().parse_args(words)
+    args.width, args.layers, args.vocabulary, args.batch, args.length = distributed.SMALL
+    lines = [comparison.launch(Job(kind, "native", "round"), args) for kind in distributed.KINDS]
+    assert all(line["completed"] and line["world"] == 2 and line["steps"] == 6 for line in lines), lines
+    ddp, fsdp = ([float.fromhex(loss) for loss in line["losses"]] for line in lines)
+    assert len(ddp) == 8 and ddp == pytest.approx(fsdp, rel=1e-3)
+    out = tmp_path / "lines.jsonl"
+    out.write_text("".join(json.dumps({**line, "visit": "one"}) + "\n" for line in lines))
+    comparison.main(distributed.arguments().parse_args([*words, "--summary", str(out)]))
+    shown = capsys.readouterr().out
+    assert "| ddp | native |" in shown and "| fsdp2 | native |" in shown
+
+
+@needs_torch
+def test_a_rank_that_waits_for_another_says_that_it_hangs() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, SCRIPT, "--small", "--hang", "8"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 3 and line["hang"] and not line["completed"] and "after step 0" in line["error"]
+    assert "init_process_group" in done.stderr
