@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -107,4 +108,17 @@ assert c.xseg_device_free(block) == 0 and c.xseg_device_free(block) == 3
 print("ok")
 """
     done = run("-c", code, XSEG_CONF="backend:host,limit:64MiB")
+    assert done.stdout == "ok\n", done.stderr
+
+
+def test_pools_with_an_allocator_of_their_own(tmp_path: Path) -> None:
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    source, program = Path(__file__).with_name("own_pools.cpp"), tmp_path / "own_pools"
+    flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-g", "-pthread", "-fsanitize=address,undefined"]
+    include = f"-I{Path(_build.__file__).parent}"
+    built = subprocess.run([compiler, *flags, include, str(source), "-o", str(program)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120)
     assert done.stdout == "ok\n", done.stderr

@@ -142,3 +142,26 @@ except RuntimeError as error:
     env = {**os.environ, "CXX": "no-such-compiler", "XSEG_CONF": ""}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_nccl_registers_no_memory_that_moves(modes: list[str]) -> None:
+    run(
+        "full",
+        """
+import os, warnings
+import torch.distributed as dist
+class Pool:
+    id = (0, 7)
+try:
+    dist.ProcessGroupNCCL.register_mem_pool(None, Pool())
+    raise SystemExit("no error")
+except RuntimeError as error:
+    assert "mem_allocator" in str(error), error
+os.environ["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] = "1"
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    _torch._mind_registration()
+assert os.environ["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] == "0"
+assert len(told) == 1 and "register_mem_pool" in str(told[0].message), told
+""",
+    )

@@ -14,7 +14,7 @@ from pathlib import Path
 from . import _native
 
 _SOURCE = Path(__file__).with_name("torch_part.cpp")
-_HISTORY = Path(__file__).with_name("torch_history.hpp")
+_PARTS = sorted(Path(__file__).parent.glob("torch_*.hpp"))
 
 
 class BuildError(RuntimeError):
@@ -70,7 +70,7 @@ def torch_part() -> str:
         f"-I{torch_folder}/include", f"-I{torch_folder}/include/torch/csrc/api/include",
     ]  # fmt: skip
     libraries = [f"-L{torch_folder}/lib", "-ltorch_cuda", "-lc10_cuda", "-lc10", f"-Wl,-rpath,{torch_folder}/lib"]
-    text = _SOURCE.read_text() + _HISTORY.read_text()
+    text = "".join(part.read_text() for part in (_SOURCE, *_PARTS))
     seed = [torch.__version__, str(torch_folder), str(native), compiler, cuda, _native.header(), text, *flags]
     key = hashlib.sha256("\0".join(seed).encode()).hexdigest()[:20]
     try:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from . import _build, _native
@@ -74,6 +76,7 @@ def install(conf: str | None = None, *, compile: bool | None = None) -> str:
             if compile:
                 raise
             warnings.warn(f"xseg runs without its C++ part: {error}", RuntimeWarning, stacklevel=2)
+    _mind_registration()
     _mode = _install_full(part) if part is not None else _install_plain(torch)
     if "stats:on" in shortest.split(","):
         atexit.register(_print_stats)
@@ -151,7 +154,50 @@ def _install_full(part: str) -> str:
     refused = library.xseg_torch_install()
     if refused:
         raise RuntimeError(f"PyTorch did not take xseg as its allocator: {refused.decode()}")
+    library.xseg_torch_own_pool.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+    _mind_pools(library.xseg_torch_own_pool)
     return "full"
+
+
+# Tell NCCL's process groups to register all of the allocator's memory.
+_REGISTER_ALL = ("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK")
+
+
+def _mind_registration() -> None:
+    """Turns off what would register memory that moves, as PyTorch does by itself for its expandable segments."""
+    for name in _REGISTER_ALL:
+        if os.environ.get(name, "").lower() in ("1", "y", "yes", "t", "true"):
+            os.environ[name] = "0"
+            warnings.warn(
+                f"xseg sets {name}=0: its memory moves and cannot be registered with NCCL; register a "
+                "torch.cuda.MemPool(backend.mem_allocator) by backend.register_mem_pool instead",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def _mind_pools(has_own: Callable[[int, int], int]) -> None:
+    """Lets NCCL register only pools whose memory comes from an allocator of their own, whole range by whole range.
+
+    The heap's blocks lie in other pieces of memory on each rank, and NCCL must find a buffer registered on all or on none.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return
+    group: Any = dist.ProcessGroupNCCL
+    register = group.register_mem_pool
+
+    @functools.wraps(register)
+    def checked(self: Any, pool: Any, *more: Any, **named: Any) -> Any:
+        if not has_own(*pool.id):
+            raise RuntimeError(
+                "xseg: NCCL can register only pools with an allocator of their own; make this one by "
+                "torch.cuda.MemPool(backend.mem_allocator)"
+            )
+        return register(self, pool, *more, **named)
+
+    group.register_mem_pool = checked
 
 
 def _address(name: str) -> int:

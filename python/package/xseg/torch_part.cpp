@@ -17,61 +17,28 @@
 #include <utility>
 #include <vector>
 
+#include "torch_heap.hpp"
 #include "torch_history.hpp"
+#include "torch_nccl.hpp"
+#include "torch_pools.hpp"
+#include "torch_snapshot.hpp"
 #include "xseg.h"
 
 namespace {
 
 namespace cca = c10::cuda::CUDACachingAllocator;
-using c10::CachingDeviceAllocator::BlockInfo;
 using c10::CachingDeviceAllocator::DeviceStats;
-using c10::CachingDeviceAllocator::SegmentInfo;
 using c10::CachingDeviceAllocator::TraceEntry;
 using c10::cuda::MempoolId_t;
 using torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
+using xseg_torch::check;
+using xseg_torch::Figures;
+using xseg_torch::figures;
+using xseg_torch::heap_of;
 using xseg_torch::History;
 using xseg_torch::kDevices;
-
-// What the calling thread's last call failed with, as PyTorch's exception.
-[[noreturn]] void raise(xseg_status status, const std::string& doing) {
-  const std::string why = xseg_last_error();
-  if (status == XSEG_OUT_OF_MEMORY || status == XSEG_ADDRESS_SPACE) {
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. xseg: ", why);
-  }
-  TORCH_CHECK(false, "xseg could not ", doing, ": ", why);
-}
-
-void check(xseg_status status, const char* doing) {
-  if (status != XSEG_OK) raise(status, doing);
-}
-
-// The heap of a device; made by the first call.
-xseg_heap* heap_of(int device) {
-  xseg_heap* heap = nullptr;
-  check(xseg_device_heap(device, &heap), "make the heap of a device");
-  return heap;
-}
-
-bool used(int device) {
-  uint64_t allocated = 0;
-  check(xseg_device_totals(device, &allocated, nullptr), "count");
-  return allocated != 0;
-}
-
-struct Figures {
-  xseg_statistics now{};
-  uint64_t allocated = 0;
-  uint64_t requested = 0;
-};
-
-Figures figures(int device) {
-  Figures found;
-  found.now.size = sizeof found.now;
-  if (!used(device)) return found;
-  check(xseg_stats(heap_of(device), &found.now), "read statistics");
-  check(xseg_device_totals(device, &found.allocated, &found.requested), "count");
-  return found;
-}
+using xseg_torch::OwnPools;
+using xseg_torch::used;
 
 void set(c10::CachingAllocator::StatArray& stat, uint64_t current, uint64_t peak, uint64_t allocated, uint64_t freed) {
   c10::CachingAllocator::Stat one;
@@ -84,11 +51,12 @@ void set(c10::CachingAllocator::StatArray& stat, uint64_t current, uint64_t peak
   stat[static_cast<size_t>(c10::CachingAllocator::StatType::LARGE_POOL)] = one;
 }
 
-// Never destroyed: tensors may be freed while the process ends.
-History& history() {
-  static auto* one = new History();
-  return *one;
-}
+// What the pools with an allocator of their own need of PyTorch.
+OwnPools::Outside outside();
+
+// Never destroyed: tensors may be freed while the process ends. References, so that the hot path asks no guard.
+History& history = *new History();
+OwnPools& own_pools = *new OwnPools(outside());
 
 using Filter = std::function<bool(cudaStream_t)>;
 
@@ -131,30 +99,54 @@ class Allocator final : public CUDAPluggableAllocator {
   void recordStream(const c10::DataPtr& block, c10::cuda::CUDAStream stream) override {
     // Memory of others, as of a tensor made from a pointer, has another deleter.
     if (block.get() == nullptr || block.get_deleter() != &give_back) return;
+    if (own_pools.any() && own_pools.use(block.get(), stream.stream())) return;
     check(xseg_device_record_use(block.get(), stream.stream()), "record the use of a block");
   }
 
-  void emptyCache(MempoolId_t) override {
+  void emptyCache(MempoolId_t pool) override {
+    own_pools.trim({pool.first, pool.second});
     for (int device = 0; device < kDevices; device++) {
       if (used(device)) check(xseg_trim(heap_of(device), nullptr), "trim");
     }
   }
   double getMemoryFraction(c10::DeviceIndex device) override {
-    uint64_t limit = 0;
-    check(xseg_limit(heap_of(device), &limit), "read the limit");
-    return static_cast<double>(limit) / static_cast<double>(getMemoryInfo(device).second);
+    std::lock_guard<std::mutex> lock(budget_mutex_);
+    const auto limit = static_cast<double>(limit_of(device)) + static_cast<double>(in_pools_[device]);
+    return limit / static_cast<double>(getMemoryInfo(device).second);
   }
   void setMemoryFraction(double fraction, c10::DeviceIndex device) override {
     TORCH_CHECK_VALUE(0 <= fraction && fraction <= 1, "a memory fraction is 0 to 1, not ", fraction);
     const auto bytes = static_cast<uint64_t>(fraction * static_cast<double>(getMemoryInfo(device).second));
-    check(xseg_set_limit(heap_of(device), bytes, nullptr), "set the limit");
+    std::lock_guard<std::mutex> lock(budget_mutex_);
+    check(xseg_set_limit(heap_of(device), bytes - std::min(bytes, in_pools_[device]), nullptr), "set the limit");
+  }
+  // What a pool with an allocator of its own takes is the heap's no more: its limit falls by that much, or the pool may not.
+  bool pools_grow(int device, int64_t bytes) {
+    std::lock_guard<std::mutex> lock(budget_mutex_);
+    const uint64_t limit = limit_of(device);
+    if (limit != UINT64_MAX) {
+      if (bytes > 0 && static_cast<uint64_t>(bytes) > limit) return false;
+      uint64_t reserved = 0;
+      check(xseg_set_limit(heap_of(device), limit - bytes, &reserved), "set the limit");
+      if (bytes > 0 && reserved > limit - bytes) {
+        check(xseg_set_limit(heap_of(device), limit, nullptr), "set the limit");
+        return false;
+      }
+    }
+    in_pools_[device] += bytes;
+    return true;
   }
   void cacheInfo(c10::DeviceIndex device, size_t* largest) override {
     const auto now = figures(device).now;
     const size_t room = now.limit > now.reserved ? now.limit - now.reserved : 0;
     *largest = std::max({*largest, static_cast<size_t>(now.largest_free), std::min(room, getMemoryInfo(device).first)});
   }
-  void* getBaseAllocation(void* block, size_t* bytes) override { return xseg_torch_base_alloc(block, bytes); }
+  void* getBaseAllocation(void* block, size_t* bytes) override {
+    const size_t own = own_pools.any() ? own_pools.size(block) : 0;
+    if (own == 0) return xseg_torch_base_alloc(block, bytes);
+    if (bytes != nullptr) *bytes = own;
+    return block;
+  }
 
   DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     const auto found = figures(device);
@@ -168,11 +160,17 @@ class Allocator final : public CUDAPluggableAllocator {
     set(stats.allocation, now.live_blocks, 0, allocs, frees);
     set(stats.active, now.live_blocks, 0, allocs, frees);
     set(stats.segment, now.calls_create - now.calls_release, 0, made, gone);
-    set(stats.allocated_bytes, now.allocated, now.peak_allocated, bytes, bytes - now.allocated + since.now.allocated);
-    set(stats.active_bytes, now.allocated + now.pending, now.peak_allocated, bytes,
-        bytes - now.allocated + since.now.allocated);
-    set(stats.requested_bytes, now.requested, now.peak_requested, asked, asked - now.requested + since.now.requested);
-    set(stats.reserved_bytes, now.reserved, now.peak_reserved, created, created - now.reserved + since.now.reserved);
+    // The two peaks need not have been at the same time: their sum is a bound.
+    const auto own = own_pools.figures(device);
+    const auto live = now.allocated + own.live, requested = now.requested + own.requested, reserved = now.reserved + own.reserved;
+    const auto peak = now.peak_allocated + own.peak_live;
+    const auto freed = bytes - now.allocated + since.now.allocated;
+    set(stats.allocated_bytes, live, peak, bytes + own.live, freed);
+    set(stats.active_bytes, live + now.pending, peak, bytes + own.live, freed);
+    set(stats.requested_bytes, requested, now.peak_requested + own.peak_requested, asked + own.requested,
+        asked - now.requested + since.now.requested);
+    set(stats.reserved_bytes, reserved, now.peak_reserved + own.peak_reserved, created + own.reserved,
+        created - now.reserved + since.now.reserved);
     set(stats.inactive_split_bytes, now.partly_live_granules, 0, 0, 0);
     stats.num_alloc_retries = static_cast<int64_t>(now.host_waits - since.now.host_waits);
     stats.num_ooms = static_cast<int64_t>(now.ooms - since.now.ooms);
@@ -187,22 +185,29 @@ class Allocator final : public CUDAPluggableAllocator {
     since_[device] = now;
   }
   void resetPeakStats(c10::DeviceIndex device) override {
+    own_pools.reset_peaks(device);
     if (used(device)) check(xseg_reset_peaks(heap_of(device)), "reset the peaks");
   }
 
-  cca::SnapshotInfo snapshot(MempoolId_t pool, bool traces) override;
+  cca::SnapshotInfo snapshot(MempoolId_t pool, bool traces) override {
+    return xseg_torch::snapshot(pool, traces, history, own_pools);
+  }
 
   void recordHistory(bool on, cca::CreateContextFn context, size_t entries, cca::RecordContext when, bool clear,
                      const std::vector<std::string>& skipped) override {
-    history().set(on, context, entries, when, clear, skipped);
+    history.set(on, context, entries, when, clear, skipped);
   }
-  bool isHistoryEnabled() override { return history().on(); }
+  bool isHistoryEnabled() override { return history.on(); }
   void attachOutOfMemoryObserver(cca::OutOfMemoryObserver observer) override {
     std::lock_guard<std::mutex> lock(mutex_);
     observers_.push_back(std::move(observer));
   }
-  // Told of mappings alone: there are no segments of another kind. NCCL's tracker, which registers those, has nothing to do.
+  // Told of all mappings, and of the ranges of pools with an allocator of their own as segments, which NCCL's tracker registers.
+  // That one must not register the heap's memory: it moves, and lies in other pieces on each rank.
   void attachAllocatorTraceTracker(cca::AllocatorTraceTracker tracker) override {
+    TORCH_CHECK(!xseg_torch::registers_all(),
+                "NCCL cannot register all memory under xseg, which moves it; unset TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK, and "
+                "register a torch.cuda.MemPool(backend.mem_allocator) by backend.register_mem_pool instead");
     std::lock_guard<std::mutex> lock(mutex_);
     trackers_.push_back(std::move(tracker));
     tracked_.store(true, std::memory_order_relaxed);
@@ -225,28 +230,36 @@ class Allocator final : public CUDAPluggableAllocator {
   }
 
   void beginAllocateToPool(c10::DeviceIndex device, MempoolId_t pool, Filter filter) override {
+    if (own_pools.knows(device, {pool.first, pool.second})) {
+      auto takes = [filter](void* stream) { return filter(static_cast<cudaStream_t>(stream)); };
+      return own_pools.begin(device, {pool.first, pool.second}, std::move(takes));
+    }
     std::lock_guard<std::mutex> lock(pools_mutex_);
     auto own = std::make_unique<Filter>(std::move(filter));
     check(xseg_device_begin_pool(device, {pool.first, pool.second}, &takes, own.get()), "open a pool");
     filters_[{device, pool}].push_back(std::move(own));
   }
   void endAllocateToPool(c10::DeviceIndex device, MempoolId_t pool) override {
+    if (own_pools.knows(device, {pool.first, pool.second})) return own_pools.end(device, {pool.first, pool.second});
     std::lock_guard<std::mutex> lock(pools_mutex_);
     check(xseg_device_end_pool(device, {pool.first, pool.second}), "close a pool");
     auto& filters = filters_[{device, pool}];
     if (!filters.empty()) filters.pop_back();
   }
   void releasePool(c10::DeviceIndex device, MempoolId_t pool) override {
+    if (own_pools.knows(device, {pool.first, pool.second})) return own_pools.release(device, {pool.first, pool.second});
     // Called by destructors, which an exception would end the process in.
     if (xseg_release_capture(heap_of(device), {pool.first, pool.second}) != XSEG_OK) {
       TORCH_WARN("xseg could not release a pool: ", xseg_last_error());
     }
   }
   void createOrIncrefPool(c10::DeviceIndex device, MempoolId_t pool, std::shared_ptr<CUDAAllocator> other) override {
-    TORCH_CHECK(other == nullptr, "a torch.cuda.MemPool with an allocator of its own does not work on xseg; leave the allocator out");
+    if (other != nullptr && other.get() != this) return own_pools.make(device, {pool.first, pool.second}, xseg_torch::source(std::move(other)));
+    if (own_pools.knows(device, {pool.first, pool.second})) return own_pools.retain(device, {pool.first, pool.second});
     check(xseg_retain_capture(heap_of(device), {pool.first, pool.second}), "make a pool");
   }
   int getPoolUseCount(c10::DeviceIndex device, MempoolId_t pool) override {
+    if (own_pools.knows(device, {pool.first, pool.second})) return own_pools.uses(device, {pool.first, pool.second});
     uint32_t uses = 0;
     check(xseg_capture_uses(heap_of(device), {pool.first, pool.second}, &uses), "count the uses of a pool");
     return static_cast<int>(uses);
@@ -283,13 +296,19 @@ class Allocator final : public CUDAPluggableAllocator {
       std::lock_guard<std::mutex> lock(mutex_);
       told = observers_;
     }
-    if (told.empty() && !history().on()) return;
+    if (told.empty() && !history.on()) return;
     const auto memory = getMemoryInfo(static_cast<c10::DeviceIndex>(device));
-    history().note(TraceEntry::OOM, device, memory.first, bytes, nullptr);
+    history.note(TraceEntry::OOM, device, memory.first, bytes, nullptr);
     for (const auto& observer : told) observer(device, bytes, memory.second, memory.first);
   }
 
  private:
+  uint64_t limit_of(int device) {
+    uint64_t limit = 0;
+    check(xseg_limit(heap_of(device), &limit), "read the limit");
+    return limit;
+  }
+
   // What counting began with.
   Figures baseline(int device) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -312,6 +331,9 @@ class Allocator final : public CUDAPluggableAllocator {
   std::vector<cca::OutOfMemoryObserver> observers_;
   std::vector<cca::AllocatorTraceTracker> trackers_;
   std::atomic<bool> tracked_{false};
+  std::mutex budget_mutex_;
+  // Bytes of pools with an allocator of their own.
+  uint64_t in_pools_[kDevices] = {};
   std::mutex pools_mutex_;
   std::map<std::pair<int, MempoolId_t>, std::vector<std::unique_ptr<Filter>>> filters_;
   Figures since_[kDevices];
@@ -338,7 +360,30 @@ bool others_freed() {
   return freed;
 }
 
+OwnPools::Outside outside() {
+  return {
+      [](bool made, const OwnPools::Range& range) {
+        allocator()->tell_trackers(TraceEntry(made ? TraceEntry::SEGMENT_ALLOC : TraceEntry::SEGMENT_FREE,
+                                              static_cast<c10::DeviceIndex>(range.device), reinterpret_cast<size_t>(range.address),
+                                              range.bytes, range.stream, MempoolId_t{range.pool.first, range.pool.second},
+                                              c10::getApproximateTime()));
+      },
+      [](int device, int64_t bytes) { return allocator()->pools_grow(device, bytes); },
+      &xseg_torch::record,
+      &xseg_torch::passed,
+  };
+}
+
 void* take(size_t bytes, int device, cudaStream_t stream) {
+  if (C10_UNLIKELY(own_pools.any())) {
+    const auto taken = own_pools.take(device, bytes, stream);
+    if (taken.block != nullptr) return taken.block;
+    if (taken.ours) {
+      allocator()->tell_out_of_memory(device, bytes);
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. xseg: the own allocator of a torch.cuda.MemPool, or the limit, has no ",
+                       bytes, " bytes");
+    }
+  }
   void* block = nullptr;
   auto status = xseg_device_alloc(device, bytes, stream, &block);
   if (C10_UNLIKELY(status == XSEG_OUT_OF_MEMORY) && others_freed()) {
@@ -352,10 +397,10 @@ void* take(size_t bytes, int device, cudaStream_t stream) {
     }
     TORCH_CHECK(false, "xseg could not allocate: ", why);
   }
-  if (C10_UNLIKELY(history().on())) {
+  if (C10_UNLIKELY(history.on())) {
     size_t rounded = 0;
     xseg_torch_base_alloc(block, &rounded);
-    history().allocated(device, block, rounded, stream, history().context(cca::RecordContext::STATE));
+    history.allocated(device, block, rounded, stream, history.context(cca::RecordContext::STATE));
   }
   if (C10_UNLIKELY(c10::memoryProfilingEnabled())) report(block, static_cast<int64_t>(bytes), device);
   return block;
@@ -363,13 +408,14 @@ void* take(size_t bytes, int device, cudaStream_t stream) {
 
 void give_back(void* block) {
   if (block == nullptr) return;
-  const bool recorded = history().on(), profiled = c10::memoryProfilingEnabled();
+  if (C10_UNLIKELY(own_pools.any()) && own_pools.give(block)) return;
+  const bool recorded = history.on(), profiled = c10::memoryProfilingEnabled();
   if (C10_UNLIKELY(recorded || profiled)) {
     int device = 0;
     uint64_t asked = 0, rounded = 0;
     if (xseg_device_block(block, &device, &asked, &rounded) == XSEG_OK) {
       // Before the free, so that no other thread's allocation of the same address comes first.
-      if (recorded) history().freed(device, block, rounded, history().context(cca::RecordContext::ALL));
+      if (recorded) history.freed(device, block, rounded, history.context(cca::RecordContext::ALL));
       if (profiled) report(block, -static_cast<int64_t>(asked), device);
     }
   }
@@ -377,87 +423,21 @@ void give_back(void* block) {
   if (C10_UNLIKELY(status != XSEG_OK)) TORCH_WARN("xseg could not free a block: ", xseg_last_error());
 }
 
-cca::SnapshotInfo Allocator::snapshot(MempoolId_t pool, bool traces) {
-  cca::SnapshotInfo found;
-  const bool all = pool.first == 0 && pool.second == 0;
-  found.device_traces.resize(std::max<int>(c10::cuda::device_count(), 1));
-  for (int device = 0; device < static_cast<int>(found.device_traces.size()); device++) {
-    if (!used(device)) continue;
-    auto* heap = heap_of(device);
-    std::vector<xseg_region> regions;
-    size_t count = 0;
-    do {
-      // Others may allocate between the two calls.
-      regions.resize(count + count / 8 + 64);
-      check(xseg_regions(heap, regions.data(), regions.size(), &count), "list the blocks");
-    } while (count > regions.size());
-    regions.resize(count);
-    size_t end = 0;
-    MempoolId_t owner{0, 0};
-    for (const auto& region : regions) {
-      const MempoolId_t own{region.pool.first, region.pool.second};
-      if (!all && own != pool) continue;
-      const auto address = reinterpret_cast<size_t>(region.address);
-      if (found.segments.empty() || end != address || own != owner || found.segments.back().device != device) {
-        SegmentInfo segment;
-        segment.device = static_cast<c10::DeviceIndex>(device);
-        segment.address = address;
-        // Streams share one address space; each block's stream is in the trace.
-        segment.stream = nullptr;
-        segment.is_large = region.small == 0;
-        segment.is_expandable = true;
-        segment.owner_private_pool_id = own;
-        found.segments.push_back(std::move(segment));
-      }
-      end = address + region.bytes;
-      owner = own;
-      auto& segment = found.segments.back();
-      BlockInfo block;
-      block.size = region.bytes;
-      block.requested_size = region.requested;
-      block.allocated = region.state == XSEG_LIVE;
-      // A history says of every block that its free is completed at once; the viewers take it by its word.
-      block.active = block.allocated;
-      if (block.allocated) block.context_when_allocated = history().of(region.address);
-      segment.total_size += block.size;
-      if (block.allocated) segment.allocated_size += block.size;
-      if (block.active) segment.active_size += block.size;
-      if (block.allocated) segment.requested_size += block.requested_size;
-      segment.blocks.push_back(std::move(block));
-    }
-    if (traces) {
-      history().note(TraceEntry::SNAPSHOT, device, 0, figures(device).now.reserved, nullptr);
-      found.device_traces[device] = history().trace(device);
-    }
-  }
-  // Clock ticks become microseconds, as the rest of PyTorch expects them.
-  c10::ApproximateClockToUnixTimeConverter clock;
-  const auto convert = clock.makeConverter();
-  for (auto& trace : found.device_traces) {
-    for (auto& entry : trace) entry.time_.t_ = convert(entry.time_.approx_t_) / 1000;
-  }
-  auto& config = found.config_metadata;
-  config.garbage_collection_threshold = 0;
-  config.max_split_size = SIZE_MAX;
-  config.pinned_num_register_threads = 1;
-  config.expandable_segments = true;
-  config.release_lock_on_malloc = false;
-  config.pinned_use_host_register = false;
-  config.graph_capture_record_stream_reuse = false;
-  config.last_allocator_settings = "xseg";
-  return found;
-}
-
 void watch(const xseg_mapping_event* event, void*) {
   const auto action = event->change == XSEG_UNMAPPING ? TraceEntry::SEGMENT_UNMAP : TraceEntry::SEGMENT_MAP;
   const auto device = static_cast<int>(event->device);
   const auto address = reinterpret_cast<size_t>(event->address);
-  if (history().on()) history().note(action, device, address, event->bytes, nullptr);
+  if (history.on()) history.note(action, device, address, event->bytes, nullptr);
   allocator()->tell_trackers(TraceEntry(action, static_cast<c10::DeviceIndex>(device), address, event->bytes, nullptr,
                                         MempoolId_t{0, 0}, c10::getApproximateTime()));
 }
 
 }  // namespace
+
+// Whether a pool has an allocator of its own.
+extern "C" __attribute__((visibility("default"))) int xseg_torch_own_pool(uint64_t first, uint64_t second) {
+  return own_pools.knows(OwnPools::Id{first, second}) ? 1 : 0;
+}
 
 // Makes xseg the allocator of this process; null, or why not.
 extern "C" __attribute__((visibility("default"))) const char* xseg_torch_install() {
