@@ -54,6 +54,8 @@ typedef enum xseg_status {
   XSEG_STALE_HANDLE = 11,
   // A defect of xseg; the text says where.
   XSEG_INTERNAL = 12,
+  // A file cannot be written; the text says why.
+  XSEG_IO = 13,
 } xseg_status;
 
 // What happens to a mapping.
@@ -241,6 +243,20 @@ typedef struct xseg_statistics {
   // Host memory that the heap's tables hold, without untouched pages.
   uint64_t metadata_bytes;
 } xseg_statistics;
+
+// What blocks with a tag take up on a device. Sizes in bytes.
+typedef struct xseg_tag_figures {
+  // The tag, as text that lives as long as the process.
+  const char *name;
+  // Bytes in live blocks, rounded to 512 B.
+  uint64_t allocated;
+  // Most of them at once.
+  uint64_t peak_allocated;
+  // Live blocks.
+  uint64_t live_blocks;
+  // Allocations so far.
+  uint64_t allocs;
+} xseg_tag_figures;
 
 #ifdef __cplusplus
 extern "C" {
@@ -458,6 +474,18 @@ enum xseg_status xseg_pin(xseg_heap *heap, const void *address, uint64_t bytes);
 // Nothing outside relies on the range any more.
 enum xseg_status xseg_unpin(xseg_heap *heap, const void *address, uint64_t bytes);
 
+// From now on every allocation, free and declared use of a heap is written to a trace file, which `xseg replay` reads,
+// beginning with the blocks that are live. Times are microseconds since the call. A heap has one recording at a time. What other
+// threads allocate or free while this is called may stay live in the trace. Only allocations by this interface are seen.
+//
+// What the caller promises:
+// `path` is null or a string.
+enum xseg_status xseg_record_start(xseg_heap *handle,
+                                   const char *path);
+
+// Ends the recording of a heap; its file is whole when this returns. To be called before the process ends.
+enum xseg_status xseg_record_stop(xseg_heap *handle);
+
 // Lists all mapped ranges by address. `count` gets how many there are; the first `capacity` of them are written to `regions`,
 // which may be null where `capacity` is 0.
 //
@@ -495,6 +523,29 @@ const char *xseg_last_error(void);
 
 // The name of a status, as text that lives as long as the library; `"unknown status"` for another number.
 const char *xseg_status_name(int status);
+
+// From now on what this thread allocates on devices' heaps has the tag `name`, until `xseg_tag_pop`. Tags nest; the
+// innermost counts. A process has up to 1024 different names. Until the first call tags cost nothing.
+//
+// What the caller promises:
+// `name` is null or a string.
+enum xseg_status xseg_tag_push(const char *name);
+
+// Ends the innermost tag of this thread.
+enum xseg_status xseg_tag_pop(void);
+
+// The innermost tag of this thread, as text that lives as long as the process; null where there is none.
+const char *xseg_tag_current(void);
+
+// The figures of every tag on a device, in the order of their first use. `count` gets how many there are; the first
+// `capacity` of them are written to `figures`, which may be null where `capacity` is 0.
+//
+// What the caller promises:
+// `figures` is valid for writing `capacity` of them; `count` is null or valid for writing.
+enum xseg_status xseg_tags(int device, struct xseg_tag_figures *figures, size_t capacity, size_t *count);
+
+// Sets the peaks of all tags on a device to the present values.
+enum xseg_status xseg_tags_reset_peaks(int device);
 
 // `CUDAPluggableAllocator`'s allocation. Size 0 gives null.
 //

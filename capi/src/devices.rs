@@ -6,6 +6,7 @@
 use crate::callbacks::{mapping, xseg_mapping_callback};
 use crate::handles::{enter, xseg_heap};
 use crate::heap::{hand_out, place, put};
+use crate::noted;
 use crate::status::{Failure, guard, xseg_status};
 use crate::{stream_id, xseg_stream};
 use parking_lot::{Mutex, RwLock};
@@ -110,6 +111,10 @@ pub(crate) fn allocate(number: c_int, bytes: u64, stream: xseg_stream) -> Result
     let address = device.heap.alloc_raw(bytes, stream_id(stream))?;
     device.bytes_allocated.fetch_add(bytes.max(1).next_multiple_of(xseg::units::UNIT), Relaxed);
     device.bytes_requested.fetch_add(bytes, Relaxed);
+    if noted::wanted() {
+        let (heap, stream) = (device.handle, stream_id(stream).0);
+        noted::allocated(address, noted::Block { heap, device: Some(number as usize), requested: bytes, stream });
+    }
     Ok(address)
 }
 
@@ -136,12 +141,21 @@ pub(crate) fn free(block: *const c_void) -> Result<(), Failure> {
         // The parent has the block; here is only a copy of the books.
         return Ok(());
     }
-    with_owner(block, Heap::free_raw)
+    noted::free(block.addr() as u64, || with_owner(block, Heap::free_raw))
 }
 
 pub(crate) fn record_use(block: *const c_void, stream: xseg_stream) -> Result<(), Failure> {
     forked()?;
-    with_owner(block, |heap, address| heap.record_use(address, stream_id(stream)))
+    with_owner(block, |heap, address| heap.record_use(address, stream_id(stream)))?;
+    if noted::wanted() {
+        noted::used(block.addr() as u64, stream_id(stream).0);
+    }
+    Ok(())
+}
+
+/// The device whose heap has this handle; `None`: no device's.
+pub(crate) fn number(handle: usize) -> Option<usize> {
+    devices().find(|(_, device)| device.handle == handle).map(|(number, _)| number)
 }
 
 /// The process's heap of a GPU, made by the first call for it with the policy of `XSEG_CONF`. It lives as long as the process;

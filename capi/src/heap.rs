@@ -2,11 +2,12 @@
 
 use crate::callbacks::xseg_mapping_callback;
 use crate::handles::{enter, heap, xseg_heap};
+use crate::noted;
 use crate::status::{Failure, guard, xseg_status};
 use crate::{callbacks, stream_id, xseg_stream};
 use std::ffi::{CStr, c_char, c_void};
 use std::num::NonZeroU64;
-use xseg::{ClientEvent, Config, Heap};
+use xseg::{Allocation, ClientEvent, Config, Error, Heap};
 
 /// Is there a place to write a result to? Asked before the work, so that nothing is done whose result is lost.
 pub(crate) fn place<T>(to: *mut T, what: &str) -> Result<*mut T, Failure> {
@@ -139,7 +140,7 @@ pub unsafe extern "C" fn xseg_alloc(
     block: *mut *mut c_void,
 ) -> xseg_status {
     // SAFETY: the caller's.
-    unsafe { hand_out(block, || Ok(self::heap(heap)?.alloc_raw(bytes, stream_id(stream))?)) }
+    unsafe { hand_out(block, || with_note(heap, bytes, stream, self::heap(heap)?.alloc_raw(bytes, stream_id(stream)))) }
 }
 
 /// As `xseg_alloc`, at a multiple of `align` bytes, a power of two up to 2 MiB.
@@ -155,7 +156,12 @@ pub unsafe extern "C" fn xseg_alloc_aligned(
     block: *mut *mut c_void,
 ) -> xseg_status {
     // SAFETY: the caller's.
-    unsafe { hand_out(block, || Ok(self::heap(heap)?.alloc_aligned(bytes, align, stream_id(stream))?.into_raw())) }
+    unsafe {
+        hand_out(block, || {
+            let made = self::heap(heap)?.alloc_aligned(bytes, align, stream_id(stream));
+            with_note(heap, bytes, stream, made.map(Allocation::into_raw))
+        })
+    }
 }
 
 /// As `xseg_alloc`, on one piece of physical memory of its own, for libraries that take memory by the handle. Takes up
@@ -171,7 +177,22 @@ pub unsafe extern "C" fn xseg_alloc_contiguous(
     block: *mut *mut c_void,
 ) -> xseg_status {
     // SAFETY: the caller's.
-    unsafe { hand_out(block, || Ok(self::heap(heap)?.alloc_contiguous(bytes, stream_id(stream))?.into_raw())) }
+    unsafe {
+        hand_out(block, || {
+            let made = self::heap(heap)?.alloc_contiguous(bytes, stream_id(stream));
+            with_note(heap, bytes, stream, made.map(Allocation::into_raw))
+        })
+    }
+}
+
+/// The address of a new block, noted if anything of it is to be.
+fn with_note(heap: *mut xseg_heap, bytes: u64, stream: xseg_stream, made: Result<u64, Error>) -> Result<u64, Failure> {
+    let address = made?;
+    if noted::wanted() {
+        let (device, stream) = (crate::devices::number(heap.addr()), stream_id(stream).0);
+        noted::allocated(address, noted::Block { heap: heap.addr(), device, requested: bytes, stream });
+    }
+    Ok(address)
 }
 
 /// Writes the address that `find` gives to `block`, which is looked at first: nothing is allocated for no place.
@@ -195,7 +216,10 @@ pub(crate) unsafe fn hand_out(block: *mut *mut c_void, find: impl FnOnce() -> Re
 /// No work that is queued after the call uses the block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn xseg_free(heap: *mut xseg_heap, block: *mut c_void) -> xseg_status {
-    guard(|| Ok(self::heap(heap)?.free_raw(self::block(block)?)?))
+    guard(|| {
+        let (heap, block) = (self::heap(heap)?, self::block(block)?);
+        Ok(noted::free(block, || heap.free_raw(block))?)
+    })
 }
 
 /// As `xseg_free`, once `event` (a `cudaEvent_t` or `CUevent` that was recorded) has completed. What the event stands for
@@ -207,7 +231,8 @@ pub unsafe extern "C" fn xseg_free(heap: *mut xseg_heap, block: *mut c_void) -> 
 pub unsafe extern "C" fn xseg_free_after(heap: *mut xseg_heap, block: *mut c_void, event: *mut c_void) -> xseg_status {
     guard(|| {
         let event = ClientEvent(event.addr() as u64);
-        Ok(self::heap(heap)?.free_after(self::block(block)?, event)?)
+        let (heap, block) = (self::heap(heap)?, self::block(block)?);
+        Ok(noted::free(block, || heap.free_after(block, event))?)
     })
 }
 
@@ -242,7 +267,14 @@ pub unsafe extern "C" fn xseg_record_use(
     block: *const c_void,
     stream: xseg_stream,
 ) -> xseg_status {
-    guard(|| Ok(self::heap(heap)?.record_use(self::block(block)?, stream_id(stream))?))
+    guard(|| {
+        let block = self::block(block)?;
+        self::heap(heap)?.record_use(block, stream_id(stream))?;
+        if noted::wanted() {
+            noted::used(block, stream_id(stream).0);
+        }
+        Ok(())
+    })
 }
 
 /// The stream is going to be destroyed: what it freed belongs to all when its work has passed. Later use of it is an error.

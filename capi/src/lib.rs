@@ -11,9 +11,12 @@ mod captures;
 mod devices;
 mod handles;
 mod heap;
+mod noted;
+mod record;
 mod regions;
 mod statistics;
 mod status;
+mod tags;
 mod throw;
 mod torch;
 
@@ -22,9 +25,11 @@ pub use captures::*;
 pub use devices::*;
 pub use handles::*;
 pub use heap::*;
+pub use record::*;
 pub use regions::*;
 pub use statistics::*;
 pub use status::*;
+pub use tags::*;
 pub use torch::*;
 
 use std::ffi::{c_char, c_void};

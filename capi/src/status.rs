@@ -35,10 +35,12 @@ pub enum xseg_status {
     XSEG_STALE_HANDLE = 11,
     /// A defect of xseg; the text says where.
     XSEG_INTERNAL = 12,
+    /// A file cannot be written; the text says why.
+    XSEG_IO = 13,
 }
 
 impl xseg_status {
-    const ALL: [(Self, &'static str); 13] = [
+    const ALL: [(Self, &'static str); 14] = [
         (Self::XSEG_OK, "XSEG_OK\0"),
         (Self::XSEG_OUT_OF_MEMORY, "XSEG_OUT_OF_MEMORY\0"),
         (Self::XSEG_ADDRESS_SPACE, "XSEG_ADDRESS_SPACE\0"),
@@ -52,6 +54,7 @@ impl xseg_status {
         (Self::XSEG_SHUT_DOWN, "XSEG_SHUT_DOWN\0"),
         (Self::XSEG_STALE_HANDLE, "XSEG_STALE_HANDLE\0"),
         (Self::XSEG_INTERNAL, "XSEG_INTERNAL\0"),
+        (Self::XSEG_IO, "XSEG_IO\0"),
     ];
 }
 

@@ -100,3 +100,15 @@ fn the_library_has_its_name() {
     let bytes = std::fs::read(prefix().join("lib/libxseg.so")).unwrap();
     assert!(bytes.windows(13).any(|part| part == b"libxseg.so.0\0"), "the name for the loader");
 }
+
+#[test]
+fn tags_and_recordings() {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("recorded.trace");
+    program("tests/programs/notes.c", false, &[HOST[0], ("TRACE", path.to_str().unwrap())]);
+    let text = std::fs::read_to_string(&path).unwrap();
+    let events: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
+    let (untimed, times): (Vec<&str>, Vec<&str>) = events.iter().map(|line| line.rsplit_once(',').unwrap()).unzip();
+    assert_eq!(untimed, ["a,1,7340032,0", "a,2,5000,7", "u,2,9", "f,1", "f,2", "a,3,2097152,0"]);
+    assert!(times.iter().map(|time| time.parse::<u64>().unwrap()).is_sorted());
+    assert!(text.starts_with("# recorded by xseg ") && text.lines().nth(1).unwrap().contains("\"backend\": \"host\""));
+}

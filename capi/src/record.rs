@@ -1,0 +1,148 @@
+//! Recordings: a heap's allocations, frees and uses as a trace that `xseg replay` reads.
+
+use crate::handles::{heap, xseg_heap};
+use crate::heap::text;
+use crate::noted::{self, Block};
+use crate::status::{Failure, guard, xseg_status};
+use parking_lot::Mutex;
+use std::ffi::c_char;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::time::Instant;
+use xseg::RegionState;
+
+/// A heap's recording that is under way.
+#[derive(Debug)]
+struct Recording {
+    heap: usize,
+    number: u32,
+    blocks: u64,
+    began: Instant,
+    out: BufWriter<File>,
+    path: String,
+    /// Why the file could not be written.
+    failed: Option<std::io::Error>,
+}
+
+/// A block in a recording.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Recorded {
+    recording: u32,
+    block: u64,
+}
+
+#[derive(Debug)]
+struct Recordings {
+    /// Recordings begun so far.
+    begun: u32,
+    now: Vec<Recording>,
+}
+
+static RECORDINGS: Mutex<Recordings> = Mutex::new(Recordings { begun: 0, now: Vec::new() });
+
+impl Recording {
+    /// Writes a line that ends with the time. Under the lock, so that times rise.
+    fn line(&mut self, text: std::fmt::Arguments<'_>) {
+        if self.failed.is_none() {
+            let time = self.began.elapsed().as_micros();
+            self.failed = writeln!(self.out, "{text},{time}").err();
+        }
+    }
+}
+
+fn with(number: u32, call: impl FnOnce(&mut Recording)) {
+    let mut recordings = RECORDINGS.lock();
+    // None for a block of a recording that has ended.
+    if let Some(recording) = recordings.now.iter_mut().find(|recording| recording.number == number) {
+        call(recording);
+    }
+}
+
+pub(crate) fn allocated(block: &Block) -> Option<Recorded> {
+    let mut recordings = RECORDINGS.lock();
+    let recording = recordings.now.iter_mut().find(|recording| recording.heap == block.heap)?;
+    recording.blocks += 1;
+    let number = recording.blocks;
+    recording.line(format_args!("a,{number},{},{}", block.requested, block.stream));
+    Some(Recorded { recording: recording.number, block: number })
+}
+
+pub(crate) fn freed(recorded: Recorded) {
+    with(recorded.recording, |recording| recording.line(format_args!("f,{}", recorded.block)));
+}
+
+pub(crate) fn used(recorded: Recorded, stream: u64) {
+    with(recorded.recording, |recording| recording.line(format_args!("u,{},{stream}", recorded.block)));
+}
+
+/// Whether the recording that a block is in is under way.
+pub(crate) fn is_current(recorded: Recorded) -> bool {
+    RECORDINGS.lock().now.iter().any(|recording| recording.number == recorded.recording)
+}
+
+fn unwritten(path: &str, error: &std::io::Error) -> Failure {
+    Failure { status: xseg_status::XSEG_IO, why: format!("the recording {path} cannot be written: {error}") }
+}
+
+/// From now on every allocation, free and declared use of a heap is written to a trace file, which `xseg replay` reads,
+/// beginning with the blocks that are live. Times are microseconds since the call. A heap has one recording at a time. What other
+/// threads allocate or free while this is called may stay live in the trace. Only allocations by this interface are seen.
+///
+/// # Safety
+/// `path` is null or a string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xseg_record_start(handle: *mut xseg_heap, path: *const c_char) -> xseg_status {
+    guard(|| {
+        let found = heap(handle)?;
+        // SAFETY: the caller's.
+        let path = unsafe { text(path, "path") }?;
+        {
+            let mut recordings = RECORDINGS.lock();
+            if recordings.now.iter().any(|recording| recording.heap == handle.addr()) {
+                return Err(Failure::argument("the heap is being recorded already; stop that recording first"));
+            }
+            let file = File::create(path).map_err(|error| unwritten(path, &error))?;
+            let mut out = BufWriter::with_capacity(1 << 18, file);
+            let backend = format!("{:?}", found.backend().kind()).to_lowercase();
+            let heads = writeln!(out, "# recorded by xseg {}", env!("CARGO_PKG_VERSION"))
+                .and_then(|()| writeln!(out, "# {{\"source\": \"xseg\", \"backend\": \"{backend}\"}}"));
+            heads.map_err(|error| unwritten(path, &error))?;
+            recordings.begun += 1;
+            let number = recordings.begun;
+            let (heap, path) = (handle.addr(), path.to_owned());
+            recordings.now.push(Recording { heap, number, blocks: 0, began: Instant::now(), out, path, failed: None });
+        }
+        noted::want(noted::RECORDINGS);
+        let device = crate::devices::number(handle.addr());
+        for region in found.layout() {
+            if region.state == RegionState::Live {
+                let stream = region.stream.unwrap_or_default().0;
+                noted::found(
+                    region.address,
+                    Block { heap: handle.addr(), device, requested: region.requested, stream },
+                );
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Ends the recording of a heap; its file is whole when this returns. To be called before the process ends.
+#[unsafe(no_mangle)]
+pub extern "C" fn xseg_record_stop(handle: *mut xseg_heap) -> xseg_status {
+    guard(|| {
+        let ended = {
+            let mut recordings = RECORDINGS.lock();
+            let at = recordings.now.iter().position(|recording| recording.heap == handle.addr());
+            at.map(|at| recordings.now.swap_remove(at))
+        };
+        let Some(mut ended) = ended else {
+            return Err(Failure::argument("the heap is not being recorded"));
+        };
+        let flushed = ended.out.flush();
+        match ended.failed.or(flushed.err()) {
+            Some(error) => Err(unwritten(&ended.path, &error)),
+            None => Ok(()),
+        }
+    })
+}

@@ -1,0 +1,87 @@
+/* Tags and recordings, on host memory. Each failed check is printed; the exit status is their number. */
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <xseg.h>
+
+static int wrong;
+#define CHECK(what)                                                            \
+  do {                                                                         \
+    if (!(what)) {                                                             \
+      printf("line %d: %s; last error: %s\n", __LINE__, #what, xseg_last_error()); \
+      wrong++;                                                                 \
+    }                                                                          \
+  } while (0)
+
+#define MIB ((uint64_t)1 << 20)
+static const xseg_stream stream = NULL;
+
+static xseg_tag_figures figures(int device, const char *name) {
+  xseg_tag_figures found[8], none;
+  size_t count = 0;
+  memset(&none, 0, sizeof none);
+  CHECK(xseg_tags(device, found, 8, &count) == XSEG_OK && count <= 8);
+  for (size_t at = 0; at < count; at++) {
+    if (strcmp(found[at].name, name) == 0) return found[at];
+  }
+  return none;
+}
+
+static void *untagged(void *block) {
+  /* Tags are a thread's own; a block keeps its own whoever frees it. */
+  CHECK(xseg_tag_current() == NULL && xseg_tag_pop() == XSEG_INVALID_ARGUMENT);
+  CHECK(xseg_device_free(block) == XSEG_OK);
+  return NULL;
+}
+
+static void tags(void) {
+  void *before = NULL, *outer = NULL, *inner = NULL, *other = NULL;
+  size_t count = 9;
+  pthread_t thread;
+  CHECK(xseg_tags(0, NULL, 0, &count) == XSEG_OK && count == 0);
+  CHECK(xseg_tags(-1, NULL, 0, &count) == XSEG_INVALID_ARGUMENT && xseg_tags(0, NULL, 1, &count) == XSEG_INVALID_ARGUMENT);
+  CHECK(xseg_tag_push(NULL) == XSEG_INVALID_ARGUMENT && xseg_tag_current() == NULL);
+  CHECK(xseg_device_alloc(0, 1000, stream, &before) == XSEG_OK);
+  CHECK(xseg_tag_push("weights") == XSEG_OK && xseg_device_alloc(0, 1000, stream, &outer) == XSEG_OK);
+  CHECK(xseg_tag_push("activations") == XSEG_OK && strcmp(xseg_tag_current(), "activations") == 0);
+  CHECK(xseg_device_alloc(0, 3 * MIB, stream, &inner) == XSEG_OK);
+  CHECK(xseg_device_alloc(1, MIB, stream, &other) == XSEG_OK);
+  CHECK(xseg_tag_pop() == XSEG_OK && strcmp(xseg_tag_current(), "weights") == 0);
+  CHECK(xseg_tag_pop() == XSEG_OK && xseg_tag_pop() == XSEG_INVALID_ARGUMENT);
+  CHECK(figures(0, "weights").allocated == 1024 && figures(0, "weights").live_blocks == 1);
+  CHECK(figures(0, "activations").allocated == 3 * MIB && figures(1, "activations").allocated == MIB);
+  CHECK(xseg_device_free(before) == XSEG_OK && figures(0, "weights").live_blocks == 1);
+  CHECK(pthread_create(&thread, NULL, untagged, inner) == 0 && pthread_join(thread, NULL) == 0);
+  CHECK(figures(0, "activations").allocated == 0 && figures(0, "activations").peak_allocated == 3 * MIB);
+  CHECK(figures(0, "activations").allocs == 1 && figures(0, "activations").live_blocks == 0);
+  CHECK(xseg_tags_reset_peaks(0) == XSEG_OK && figures(0, "activations").peak_allocated == 0);
+  CHECK(figures(0, "weights").peak_allocated == 1024 && figures(1, "activations").peak_allocated == MIB);
+  CHECK(xseg_device_free(inner) == XSEG_INVALID_POINTER && figures(0, "activations").live_blocks == 0);
+  CHECK(xseg_device_free(outer) == XSEG_OK && xseg_device_free(other) == XSEG_OK);
+}
+
+static void recordings(const char *path) {
+  xseg_heap *heap = NULL, *second = NULL;
+  void *early = NULL, *block = NULL, *elsewhere = NULL;
+  CHECK(xseg_heap_from_env(&heap) == XSEG_OK && xseg_heap_from_env(&second) == XSEG_OK);
+  CHECK(xseg_record_stop(heap) == XSEG_INVALID_ARGUMENT && xseg_record_start(heap, NULL) == XSEG_INVALID_ARGUMENT);
+  CHECK(xseg_record_start(heap, "/nowhere/at.trace") == XSEG_IO && strstr(xseg_last_error(), "/nowhere/at.trace") != NULL);
+  CHECK(xseg_alloc(heap, 7 * MIB, stream, &early) == XSEG_OK);
+  CHECK(xseg_record_start(heap, path) == XSEG_OK && xseg_record_start(heap, path) == XSEG_INVALID_ARGUMENT);
+  CHECK(xseg_alloc(second, MIB, stream, &elsewhere) == XSEG_OK);
+  CHECK(xseg_alloc(heap, 5000, (xseg_stream)7, &block) == XSEG_OK);
+  CHECK(xseg_record_use(heap, block, (xseg_stream)9) == XSEG_OK);
+  CHECK(xseg_free(heap, early) == XSEG_OK && xseg_free(heap, early) == XSEG_INVALID_POINTER);
+  CHECK(xseg_free(heap, block) == XSEG_OK);
+  CHECK(xseg_alloc_contiguous(heap, 2 * MIB, stream, &block) == XSEG_OK);
+  CHECK(xseg_record_stop(heap) == XSEG_OK && xseg_record_stop(heap) == XSEG_INVALID_ARGUMENT);
+  CHECK(xseg_free(heap, block) == XSEG_OK && xseg_free(second, elsewhere) == XSEG_OK);
+  CHECK(xseg_heap_destroy(heap) == XSEG_OK && xseg_heap_destroy(second) == XSEG_OK);
+}
+
+int main(void) {
+  tags();
+  recordings(getenv("TRACE"));
+  return wrong;
+}
