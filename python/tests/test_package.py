@@ -62,8 +62,12 @@ def test_install_refuses_what_cannot_work() -> None:
         xseg.install("limitt:4G")
     with pytest.raises(xseg.ConfigError, match="no GPU's memory"):
         xseg.install("backend:host")
-    with pytest.raises(RuntimeError, match="install"):
-        xseg.stats()
+    for refused in (xseg.stats, xseg.tags, lambda: xseg.record("nowhere.trace")):
+        with pytest.raises(RuntimeError, match="install"):
+            refused()
+    assert not Path("nowhere.trace").exists()
+    with pytest.raises(ValueError, match="zero"):
+        xseg.tag("a\0b")
     assert xseg.installed() is None
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from xseg import _build
@@ -165,3 +167,67 @@ assert os.environ["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] == "0"
 assert len(told) == 1 and "register_mem_pool" in str(told[0].message), told
 """,
     )
+
+
+def test_tags_have_figures_of_their_own(modes: list[str]) -> None:
+    for mode in modes:
+        run(
+            mode,
+            """
+assert xseg.tags(0) == {}
+plain = alloc(MIB)
+with xseg.tag("weights"):
+    weights = alloc(2 * MIB + 1)
+    with xseg.tag("activations"):
+        kept = [alloc(3 * MIB) for _ in range(2)]
+assert c.xseg_device_free(kept.pop()) == 0
+found = xseg.tags(0)
+assert found == {
+    "weights": {"allocated": 2 * MIB + 512, "peak_allocated": 2 * MIB + 512, "live_blocks": 1, "allocs": 1},
+    "activations": {"allocated": 3 * MIB, "peak_allocated": 6 * MIB, "live_blocks": 1, "allocs": 2},
+}, found
+torch._C._cuda_resetPeakMemoryStats(0)
+assert xseg.tags(0)["activations"]["peak_allocated"] == 3 * MIB
+@xseg.tag("decorated")
+def work():
+    return alloc(512)
+block = work()
+assert xseg.tags(0)["decorated"]["live_blocks"] == 1 and xseg.tags(1)["decorated"]["live_blocks"] == 0
+for number in range(40):
+    with xseg.tag(str(number)):
+        pass
+assert len(xseg.tags(0)) == 43
+""",
+        )
+
+
+def test_a_recording_is_replayed(modes: list[str], tmp_path: Path) -> None:
+    for mode in modes:
+        path = tmp_path / f"{mode}.trace"
+        run(
+            mode,
+            f"""
+early = alloc(5 * MIB)
+with xseg.record({str(path)!r}, 0) as recording:
+    blocks = [alloc((at % 7 + 1) * MIB) for at in range(50)]
+    try:
+        xseg.record({str(path)!r}, 0)
+        raise SystemExit("no error")
+    except xseg.Error as error:
+        assert "already" in str(error)
+    for block in blocks[::2]:
+        assert c.xseg_device_free(block) == 0
+recording.stop()
+assert c.xseg_device_free(early) == 0
+again = xseg.record({str(path)!r}, 0)
+assert c.xseg_device_free(blocks[1]) == 0
+# The end of the program ends it too.
+""",
+        )
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        assert [line[0] for line in lines] == ["a"] * 25 + ["f"], lines
+        command = [sys.executable, "-m", "xseg", "replay", str(path), "--backend", "host", "--verify", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found["events"] == 26 and found["peak_requested"] == sum(at % 7 + 1 for at in range(1, 50, 2)) << 20

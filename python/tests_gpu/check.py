@@ -473,6 +473,38 @@ def replay_backwards(segments: list[Any], trace: list[Any]) -> None:
                 mapped.update(dict.fromkeys(range(first, end), False))
 
 
+@check
+def notes() -> Any:
+    torch = start("limit:2GiB")
+    import xseg
+
+    model, optimizer = model_and_data(torch)
+    if mode() == "full":
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "run.trace")
+        with xseg.record(path):
+            with xseg.tag("forward"):
+                kept = model(torch.ones(8, 128, 512, device="cuda"))
+            before = xseg.tags()["forward"]
+            for at in range(3):
+                step(torch, model, optimizer, at)
+        replay = subprocess.run(
+            [sys.executable, "-m", "xseg", "replay", path, "--backend", "sim", "--json"], capture_output=True, text=True
+        )
+    assert replay.returncode == 0, replay.stderr[-300:]
+    assert before["live_blocks"] > 10 and before["allocated"] >= kept.nbytes, before
+    if mode() == "full":
+        trace = torch.cuda.memory._snapshot()["device_traces"][0]
+        named = [entry for entry in trace if entry["action"] == "alloc" and entry.get("user_metadata") == "forward"]
+        assert len(named) == before["allocs"], (len(named), before)
+    del kept
+    gc.collect()
+    after = xseg.tags()["forward"]
+    assert after["allocated"] < before["allocated"] and after["peak_allocated"] >= before["allocated"], after
+    return {"forward": before, "replayed events": json.loads(replay.stdout.splitlines()[-1])["events"]}
+
+
 @full_only
 def profiler() -> Any:
     torch = start()

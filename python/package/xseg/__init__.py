@@ -15,6 +15,7 @@ from ._native import (
     __version__,
     check_conf,
 )
+from ._notes import record, tag, tags
 from ._torch import install, installed, stats
 
 __all__ = [
@@ -28,5 +29,8 @@ __all__ = [
     "check_conf",
     "install",
     "installed",
+    "record",
     "stats",
+    "tag",
+    "tags",
 ]

@@ -102,6 +102,11 @@ def _c() -> ctypes.CDLL:
         library.xseg_reset_peaks.argtypes = [ctypes.c_void_p]
         library.xseg_limit.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         library.xseg_device_totals.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+        library.xseg_tag_push.argtypes = [ctypes.c_char_p]
+        library.xseg_tags.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        library.xseg_tags_reset_peaks.argtypes = [ctypes.c_int]
+        library.xseg_record_start.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+        library.xseg_record_stop.argtypes = [ctypes.c_void_p]
         _library = library
     return _library
 
@@ -117,21 +122,27 @@ def _heap(device: int) -> ctypes.c_void_p:
     return heap
 
 
-def stats(device: int | None = None) -> dict[str, int]:
-    """What xseg did and holds on a device under PyTorch (None: the current one): bytes and counts by name.
-
-    More than ``torch.cuda.memory_stats`` has room for: moves, waits, driver calls. Raises RuntimeError without ``install()``.
-    """
+def _device(device: int | None) -> int:
+    """The number of a device, or of the current one."""
     if _mode not in ("full", "plain"):
         raise RuntimeError("PyTorch does not run on xseg here; call xseg.install() first")
     if device is None:
         import torch
 
-        device = torch.cuda.current_device()
+        device = int(torch.cuda.current_device())
+    return device
+
+
+def stats(device: int | None = None) -> dict[str, int]:
+    """What xseg did and holds on a device under PyTorch (None: the current one): bytes and counts by name.
+
+    More than ``torch.cuda.memory_stats`` has room for: moves, waits, driver calls. Raises RuntimeError without ``install()``.
+    """
+    number = _device(device)
     count = len(_native.STATISTICS)
     filled = (ctypes.c_uint64 * (count + 1))()
     filled[0] = ctypes.sizeof(filled)
-    _check(_c().xseg_stats(_heap(device), filled))
+    _check(_c().xseg_stats(_heap(number), filled))
     return dict(zip(_native.STATISTICS, filled[1:]))
 
 
@@ -234,6 +245,7 @@ def _install_plain(torch: Any) -> str:
         return _shapes(figures(device), baselines.get(device, {}))
 
     def reset_peak(device: int) -> None:
+        _check(_c().xseg_tags_reset_peaks(device))
         if _used(device)[0]:
             _check(_c().xseg_reset_peaks(_heap(device)))
 

@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "xseg.h"
+
 namespace xseg_torch {
 
 namespace cca = c10::cuda::CUDACachingAllocator;
@@ -56,7 +58,7 @@ class History {
   void allocated(int device, void* block, size_t bytes, void* stream, std::shared_ptr<c10::GatheredContext> context) {
     std::lock_guard<std::mutex> lock(mutex_);
     blocks_[block] = Block{bytes, stream, context};
-    add(TraceEntry::ALLOC, device, reinterpret_cast<size_t>(block), bytes, stream, std::move(context));
+    add(TraceEntry::ALLOC, device, reinterpret_cast<size_t>(block), bytes, stream, std::move(context), xseg_tag_current());
   }
 
   void freed(int device, void* block, size_t bytes, std::shared_ptr<c10::GatheredContext> context) {
@@ -97,12 +99,19 @@ class History {
   };
 
   void add(TraceEntry::Action action, int device, size_t address, size_t bytes, void* stream,
-           std::shared_ptr<c10::GatheredContext> context) {
+           std::shared_ptr<c10::GatheredContext> context, const char* tag = nullptr) {
     if (!on() || std::find(skipped_.begin(), skipped_.end(), action) != skipped_.end()) return;
     auto& trace = traces_[device];
     if (trace.size() >= most_) trace.pop_front();
     trace.emplace_back(action, static_cast<c10::DeviceIndex>(device), address, bytes, stream, MempoolId_t{0, 0},
                        c10::getApproximateTime(), std::move(context));
+    if (tag != nullptr) name(trace.back(), tag);
+  }
+
+  // Where this PyTorch's entries have a place for it.
+  template <class Entry>
+  static void name(Entry& entry, const char* tag) {
+    if constexpr (requires { entry.user_metadata_ = tag; }) entry.user_metadata_ = tag;
   }
 
   std::mutex mutex_;

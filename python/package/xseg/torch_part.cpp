@@ -186,6 +186,7 @@ class Allocator final : public CUDAPluggableAllocator {
   }
   void resetPeakStats(c10::DeviceIndex device) override {
     own_pools.reset_peaks(device);
+    check(xseg_tags_reset_peaks(device), "reset the peaks of tags");
     if (used(device)) check(xseg_reset_peaks(heap_of(device)), "reset the peaks");
   }
 
