@@ -486,6 +486,14 @@ enum xseg_status xseg_record_start(xseg_heap *handle,
 // Ends the recording of a heap; its file is whole when this returns. To be called before the process ends.
 enum xseg_status xseg_record_stop(xseg_heap *handle);
 
+// Makes a block of a capture pool live again where it lay: `block` is what `xseg_regions` said of it while it was live, and all
+// of its memory must be free by now, for its stream. With the frees of what came after it this is a checkpoint of a pool.
+//
+// What the caller promises:
+// `block` is null or valid for reading; its stream exists.
+enum xseg_status xseg_restore_block(xseg_heap *handle,
+                                    const struct xseg_region *block);
+
 // Lists all mapped ranges by address. `count` gets how many there are; the first `capacity` of them are written to `regions`,
 // which may be null where `capacity` is 0.
 //

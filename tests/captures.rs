@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use support::{Lab, MS, Make, S1, S2, on_each_backend, out_of_memory};
 use xseg::units::{GRANULE, KIB, MIB};
-use xseg::{Allocation, PoolId, StreamFilter, StreamId};
+use xseg::{Allocation, PoolId, Region, RegionState, StreamFilter, StreamId};
 
 const POOL: PoolId = PoolId(0, 1);
 const OTHER: PoolId = PoolId(1, 0);
@@ -28,6 +28,7 @@ on_each_backend! {
     a_new_pool_takes_the_place_of_an_old_one,
     a_device_that_must_be_quiet_is_not_waited_for,
     declared_uses_of_a_capture_end_after_it,
+    blocks_of_a_pool_live_again_where_they_lay,
 }
 
 fn on(stream: StreamId) -> StreamFilter {
@@ -399,4 +400,60 @@ fn declared_uses_of_a_capture_end_after_it(make: Make) {
     assert_eq!(lab.heap.capture_uses(POOL), 1);
     lab.heap.release_capture(POOL).unwrap();
     lab.ends_with(0);
+}
+
+/// A checkpoint of a pool: what was live then is live again, at the same addresses, whatever was there meanwhile.
+fn blocks_of_a_pool_live_again_where_they_lay(make: Make) {
+    let lab = make("limit:256MiB");
+    let live = |pool: PoolId| -> Vec<Region> {
+        let layout = lab.heap.layout();
+        layout.into_iter().filter(|one| one.state == RegionState::Live && one.pool == Some(pool)).collect()
+    };
+    let restore = |block: &Region, pool: PoolId| {
+        lab.heap.restore_block(pool, block.address, (block.requested, block.bytes), block.stream.unwrap())
+    };
+    lab.heap.begin_pool(POOL, on(S1)).unwrap();
+    let sizes = [700, 3 * MIB + 100, 40 * KIB, 8 * MIB, 512, 2 * MIB];
+    let first: Vec<Allocation> = sizes.iter().map(|size| lab.alloc(*size, S1)).collect();
+    let checkpoint = live(POOL);
+    assert_eq!(checkpoint.len(), sizes.len());
+    let stats = lab.heap.stats();
+    // Nothing lives twice.
+    assert!(restore(&checkpoint[0], POOL).is_err());
+    drop(first);
+    let other: Vec<Allocation> = [5 * MIB, 900, 6 * MIB, 100 * KIB].iter().map(|size| lab.alloc(*size, S1)).collect();
+    assert!(checkpoint.iter().any(|block| restore(block, POOL).is_err()), "something new lies there");
+    let half: Vec<u64> = live(POOL).iter().map(|block| block.address).collect();
+    drop(other);
+    // What could be restored beside the new blocks goes with them.
+    live(POOL).iter().for_each(|block| lab.heap.free_raw(block.address).unwrap());
+    assert!(!half.is_empty() && live(POOL).is_empty());
+    for round in 0..3 {
+        let mut order = checkpoint.clone();
+        order.rotate_left(round * 2);
+        order.iter().for_each(|block| restore(block, POOL).unwrap());
+        lab.heap.check().unwrap();
+        assert_eq!(live(POOL), checkpoint);
+        let now = lab.heap.stats();
+        assert_eq!(
+            (now.allocated, now.requested, now.live_blocks),
+            (stats.allocated, stats.requested, stats.live_blocks)
+        );
+        // New blocks of the pool lie elsewhere.
+        let new = lab.alloc(4 * MIB, S1);
+        let apart =
+            |block: &Region| new.address() + 4 * MIB <= block.address || block.address + block.bytes <= new.address();
+        assert!(checkpoint.iter().all(apart));
+        drop(new);
+        checkpoint.iter().for_each(|block| lab.heap.free_raw(block.address).unwrap());
+        lab.heap.check().unwrap();
+    }
+    lab.heap.end_capture(POOL).unwrap();
+    let ordinary = lab.alloc(MIB, S1);
+    let elsewhere = lab.heap.layout().into_iter().find(|one| one.address == ordinary.address()).unwrap();
+    assert!(restore(&elsewhere, POOL).is_err() && restore(&checkpoint[0], OTHER).is_err());
+    assert!(lab.heap.restore_block(POOL, checkpoint[0].address, (600, 512), S1).is_err());
+    lab.heap.release_capture(POOL).unwrap();
+    assert!(restore(&checkpoint[0], POOL).is_err(), "the pool is gone");
+    lab.heap.check().unwrap();
 }

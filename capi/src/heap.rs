@@ -186,7 +186,12 @@ pub unsafe extern "C" fn xseg_alloc_contiguous(
 }
 
 /// The address of a new block, noted if anything of it is to be.
-fn with_note(heap: *mut xseg_heap, bytes: u64, stream: xseg_stream, made: Result<u64, Error>) -> Result<u64, Failure> {
+pub(crate) fn with_note(
+    heap: *mut xseg_heap,
+    bytes: u64,
+    stream: xseg_stream,
+    made: Result<u64, Error>,
+) -> Result<u64, Failure> {
     let address = made?;
     if noted::wanted() {
         let (device, stream) = (crate::devices::number(heap.addr()), stream_id(stream).0);

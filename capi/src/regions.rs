@@ -62,6 +62,23 @@ impl From<&Region> for xseg_region {
     }
 }
 
+/// Makes a block of a capture pool live again where it lay: `block` is what `xseg_regions` said of it while it was live, and all
+/// of its memory must be free by now, for its stream. With the frees of what came after it this is a checkpoint of a pool.
+///
+/// # Safety
+/// `block` is null or valid for reading; its stream exists.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xseg_restore_block(handle: *mut xseg_heap, block: *const xseg_region) -> xseg_status {
+    guard(|| {
+        place(block.cast_mut(), "block")?;
+        // SAFETY: not null, and the caller's.
+        let block = unsafe { block.read() };
+        let (address, sizes) = (block.address.addr() as u64, (block.requested, block.bytes));
+        heap(handle)?.restore_block(block.pool.into(), address, sizes, crate::stream_id(block.stream))?;
+        crate::heap::with_note(handle, block.requested, block.stream, Ok(address)).map(drop)
+    })
+}
+
 /// Lists all mapped ranges by address. `count` gets how many there are; the first `capacity` of them are written to `regions`,
 /// which may be null where `capacity` is 0.
 ///

@@ -109,6 +109,18 @@ impl Heap {
         self.inner.release_capture(pool)
     }
 
+    /// Makes a block of a capture pool live again at the address where it lay, with its `sizes` as [`Heap::block_size`] or
+    /// [`Heap::layout`] gave them: what was asked for, and what it takes up. All of its memory must be free by now, for
+    /// `stream`, on which it was allocated. With the frees of what came after it this is a checkpoint of a pool, as PyTorch's
+    /// graph trees take them. The block is freed by its address ([`Heap::free_raw`]).
+    ///
+    /// # Errors
+    /// [`crate::Error::InvalidArgument`] for a pool that is gone or has no such addresses, and where anything of the block is in
+    /// use or not free for its stream yet; [`crate::Error::DeadStream`].
+    pub fn restore_block(&self, pool: PoolId, address: u64, sizes: (u64, u64), stream: StreamId) -> Result<()> {
+        self.inner.restore_block(pool, address, sizes, stream)
+    }
+
     /// Uses of a pool; 0 for one that is released or never was.
     #[must_use]
     pub fn capture_uses(&self, pool: PoolId) -> u32 {

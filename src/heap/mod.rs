@@ -12,6 +12,7 @@ mod last;
 mod layout;
 mod pools;
 mod report;
+mod restore;
 mod shrink;
 mod space;
 mod stats;

@@ -163,6 +163,13 @@ static void regions(void) {
     if (found[i].state == XSEG_LIVE) live += found[i].bytes;
   }
   CHECK(xseg_stats(heap, &statistics) == XSEG_OK && live == statistics.allocated && mapped_bytes == statistics.reserved);
+  CHECK(xseg_restore_block(heap, NULL) == XSEG_INVALID_ARGUMENT);
+  for (size_t i = 0; i < count; i++) {
+    if (found[i].address != second) continue;
+    CHECK(xseg_restore_block(heap, &found[i]) == XSEG_INVALID_ARGUMENT);
+    CHECK(xseg_free(heap, second) == XSEG_OK && xseg_restore_block(heap, &found[i]) == XSEG_OK);
+    CHECK(xseg_block_size(heap, second, &live, NULL) == XSEG_OK && live == 700);
+  }
   CHECK(xseg_heap_destroy(heap) == XSEG_OK);
 }
 
