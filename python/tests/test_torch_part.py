@@ -231,3 +231,76 @@ assert c.xseg_device_free(blocks[1]) == 0
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout.splitlines()[-1])
         assert found["events"] == 26 and found["peak_requested"] == sum(at % 7 + 1 for at in range(1, 50, 2)) << 20
+
+
+def test_a_pool_goes_back_to_its_checkpoint(modes: list[str]) -> None:
+    run(
+        "full",
+        """
+pool = (0, 77)
+def live():
+    found = {}
+    for segment in torch._C._cuda_memorySnapshot(None)["segments"]:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if segment["segment_pool_id"] == pool and block["state"] == "active_allocated":
+                found[address] = block["size"]
+            address += block["size"]
+    return found
+torch._C._cuda_beginAllocateCurrentThreadToPool(0, pool)
+blocks = [alloc(size) for size in (700, 3 * MIB + 100, 40_000, 8 * MIB)]
+torch._C._cuda_endAllocateToPool(0, pool)
+addresses = {block.value for block in blocks}
+outside = alloc(MIB)
+state = torch._C._cuda_getCheckpointState(0, pool)
+expected = live()
+assert set(expected) == addresses and outside.value not in expected, expected
+assert torch._C._cuda_checkPoolLiveAllocations(0, pool, addresses)
+assert not torch._C._cuda_checkPoolLiveAllocations(0, pool, addresses - {blocks[0].value})
+assert not torch._C._cuda_checkPoolLiveAllocations(0, pool, addresses | {outside.value})
+# The pool's memory is used for something else meanwhile; one block of the checkpoint lives on.
+for block in blocks[1:]:
+    assert c.xseg_device_free(block) == 0
+torch._C._cuda_beginAllocateCurrentThreadToPool(0, pool)
+others = [alloc(size) for size in (6 * MIB, 900, 2 * MIB)]
+torch._C._cuda_endAllocateToPool(0, pool)
+assert live().keys() != expected.keys()
+for block in others:
+    assert c.xseg_device_free(block) == 0
+for round in range(2):
+    torch._C._cuda_setCheckpointPoolState(0, state, [], [])
+    assert live() == expected and torch._C._cuda_checkPoolLiveAllocations(0, pool, addresses)
+    # A second time nothing changes.
+    torch._C._cuda_setCheckpointPoolState(0, state, [], [])
+    assert live() == expected
+    torch._C._cuda_cudaCachingAllocator_raw_delete(blocks[2].value)
+    assert torch._C._cuda_checkPoolLiveAllocations(0, pool, addresses - {blocks[2].value})
+empty = torch._C._cuda_getCheckpointState(0, (5, 5))
+assert torch._C._cuda_checkPoolLiveAllocations(0, (5, 5), set())
+torch._C._cuda_setCheckpointPoolState(0, empty, [], [])
+# A pool that is gone has no checkpoints any more. It was opened twice.
+for block in (blocks[0], blocks[1], blocks[3]):
+    assert c.xseg_device_free(block) == 0
+for _ in range(2):
+    torch._C._cuda_releasePool(0, pool)
+try:
+    torch._C._cuda_setCheckpointPoolState(0, state, [], [])
+    raise SystemExit("no error")
+except RuntimeError as error:
+    assert "cannot live again" in str(error), error
+""",
+    )
+
+
+def test_graph_trees_without_the_part_say_what_to_do(modes: list[str]) -> None:
+    run(
+        "plain",
+        """
+for call in (lambda: torch._C._cuda_checkPoolLiveAllocations(0, (0, 1), set()), lambda: torch._C._cuda_getCheckpointState(0, (0, 1))):
+    try:
+        call()
+        raise SystemExit("no error")
+    except RuntimeError as error:
+        assert "cudagraph_trees = False" in str(error), error
+""",
+    )

@@ -258,6 +258,15 @@ def _install_plain(torch: Any) -> str:
         total: int = torch.cuda.get_device_properties(device).total_memory
         return limit.value / total
 
+    def no_trees(*_: Any) -> Any:
+        raise RuntimeError(
+            "xseg without its C++ part has no checkpoints of pools, which the graph trees of "
+            'torch.compile(mode="reduce-overhead") need; install g++ and CUDA\'s headers, or set '
+            "torch._inductor.config.triton.cudagraph_trees = False"
+        )
+
+    torch._C._cuda_checkPoolLiveAllocations = no_trees
+    torch._C._cuda_getCheckpointState = no_trees
     torch._C._cuda_memoryStats = memory_stats
     torch._C._cuda_resetPeakMemoryStats = reset_peak
     torch._C._cuda_resetAccumulatedMemoryStats = reset_accumulated

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "xseg.h"
 
@@ -48,6 +49,19 @@ inline Figures figures(int device) {
   if (!used(device)) return found;
   check(xseg_stats(heap_of(device), &found.now), "read statistics");
   check(xseg_device_totals(device, &found.allocated, &found.requested), "count");
+  return found;
+}
+
+// All mapped ranges of a heap, by address.
+inline std::vector<xseg_region> regions(xseg_heap* heap) {
+  std::vector<xseg_region> found;
+  size_t count = 0;
+  do {
+    // Others may allocate between the two calls.
+    found.resize(count + count / 8 + 64);
+    check(xseg_regions(heap, found.data(), found.size(), &count), "list the blocks");
+  } while (count > found.size());
+  found.resize(count);
   return found;
 }
 

@@ -14,9 +14,11 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
+#include "torch_checkpoint.hpp"
 #include "torch_heap.hpp"
 #include "torch_history.hpp"
 #include "torch_nccl.hpp"
@@ -274,10 +276,14 @@ class Allocator final : public CUDAPluggableAllocator {
     TORCH_CHECK(false, "torch.cuda.MemPool(no_split=True) does not work on xseg; leave it out");
   }
 
-  bool checkPoolLiveAllocations(c10::DeviceIndex, MempoolId_t, const std::unordered_set<void*>&) override { no_trees(); }
-  std::shared_ptr<cca::AllocatorState> getCheckpointState(c10::DeviceIndex, MempoolId_t) override { no_trees(); }
-  cca::CheckpointDelta setCheckpointPoolState(c10::DeviceIndex, std::shared_ptr<cca::AllocatorState>) override {
-    no_trees();
+  bool checkPoolLiveAllocations(c10::DeviceIndex device, MempoolId_t pool, const std::unordered_set<void*>& expected) override {
+    return xseg_torch::are_live(device, pool, expected);
+  }
+  std::shared_ptr<cca::AllocatorState> getCheckpointState(c10::DeviceIndex device, MempoolId_t pool) override {
+    return xseg_torch::take_checkpoint(device, pool);
+  }
+  cca::CheckpointDelta setCheckpointPoolState(c10::DeviceIndex device, std::shared_ptr<cca::AllocatorState> state) override {
+    return xseg_torch::apply_checkpoint(device, state, history, &give_back);
   }
   cca::ShareableHandle shareIpcHandle(void*) override { no_sharing(); }
   std::shared_ptr<void> getIpcDevPtr(std::string) override { no_sharing(); }
@@ -316,11 +322,6 @@ class Allocator final : public CUDAPluggableAllocator {
     return since_[device];
   }
 
-  [[noreturn]] static void no_trees() {
-    TORCH_CHECK(false,
-                "xseg has no checkpoints of pools, which torch.compile(mode=\"reduce-overhead\") needs for its graph trees; "
-                "set torch._inductor.config.triton.cudagraph_trees = False, use another mode, or run with XSEG_CONF=off");
-  }
   [[noreturn]] static void no_sharing() {
     TORCH_CHECK(false,
                 "tensors on xseg cannot be shared between processes by CUDA's IPC handles; send them through host memory, or "

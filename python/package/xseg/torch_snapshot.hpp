@@ -25,18 +25,9 @@ inline cca::SnapshotInfo snapshot(MempoolId_t pool, bool traces, History& histor
   found.device_traces.resize(std::max<int>(c10::cuda::device_count(), 1));
   for (int device = 0; device < static_cast<int>(found.device_traces.size()); device++) {
     if (!used(device)) continue;
-    auto* heap = heap_of(device);
-    std::vector<xseg_region> regions;
-    size_t count = 0;
-    do {
-      // Others may allocate between the two calls.
-      regions.resize(count + count / 8 + 64);
-      check(xseg_regions(heap, regions.data(), regions.size(), &count), "list the blocks");
-    } while (count > regions.size());
-    regions.resize(count);
     size_t end = 0;
     MempoolId_t owner{0, 0};
-    for (const auto& region : regions) {
+    for (const auto& region : regions(heap_of(device))) {
       const MempoolId_t own{region.pool.first, region.pool.second};
       if (!all && own != pool) continue;
       const auto address = reinterpret_cast<size_t>(region.address);
