@@ -16,7 +16,7 @@ from typing import Any
 from measure import Job, environment
 from plan import Plan
 from summary import report
-from visit import Visit, about, read
+from visit import Visit, about, prepare, read
 
 Line = dict[str, Any]
 # A workload is a kind of parallel training, and whether it communicates from registered memory.
@@ -97,6 +97,8 @@ def main(args: argparse.Namespace) -> int:
         runs += [kind + REGISTERED for kind in runs]
     began, out_file = time.monotonic(), Path(args.out)
     have = [Path(name) for name in args.have]
+    if not args.small:
+        prepare()
     lines = read([*have, *([out_file] if out_file.exists() else [])])
     name = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     with out_file.open("a") as out:

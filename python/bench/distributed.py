@@ -240,15 +240,16 @@ def rank_main(args: argparse.Namespace) -> int:
         "rank": rank, "world": int(os.environ.get("WORLD_SIZE", 1)), "host": os.uname().nodename, "kind": args.kind,
         "allocator": args.allocator, "limit": args.bytes, "steps": args.steps, "register": args.register, "completed": False,
     }  # fmt: skip
-    watch = Watch(args.hang, line)
-    watch.at(0)
-    watch.start()
     import torch
 
     if args.allocator == "xseg" and torch.cuda.is_available():
         import xseg
 
+        # Before the watch: the first call on a machine compiles.
         line["mode"] = xseg.install()
+    watch = Watch(args.hang, line)
+    watch.at(0)
+    watch.start()
     try:
         train(torch, args, line, watch)
     except (torch.OutOfMemoryError, RuntimeError) as error:

@@ -28,7 +28,7 @@ from typing import Any
 from measure import ALLOCATORS, Job, Process, child, launch
 from plan import STAGES, Plan
 from summary import report
-from visit import Visit, about, read
+from visit import Visit, about, prepare, read
 from workloads import RUNS
 
 
@@ -124,6 +124,8 @@ def main() -> int:
         own = f"{slot * share}-{(slot + 1) * share - 1}" if len(gpus) > 1 and share else ""
         return launch(job, process, gpus[slot], own)
 
+    if args.device == "cuda":
+        prepare()
     lines = read([*args.have, *([args.out] if args.out.exists() else [])])
     name = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     with args.out.open("a") as out:

@@ -54,6 +54,14 @@ def about(visit: str, commit: str, words: Sequence[str]) -> Line:
     }  # fmt: skip
 
 
+def prepare() -> None:
+    """Compiles xseg's part for PyTorch before anything is timed; where it cannot be, each process says so itself."""
+    code = "from xseg import _build; _build.torch_part()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        print(done.stderr.strip().splitlines()[-1], file=sys.stderr)
+
+
 class Visit:
     """Works through the stages of all workloads; each workload is on one GPU at a time."""
 
