@@ -6,6 +6,7 @@ mod contiguous;
 mod execute;
 mod export;
 mod hot;
+mod import;
 mod inner;
 mod ladder;
 mod last;
@@ -19,6 +20,8 @@ mod streams;
 mod tally;
 
 pub use captures::{PoolId, StreamFilter};
+pub use export::Export;
+pub use import::Imported;
 pub use layout::{Region, RegionState};
 pub use stats::Stats;
 

@@ -60,6 +60,10 @@ pub struct Stats {
     pub zombie: u64,
     /// Bytes inside pinned ranges.
     pub pinned: u64,
+    /// Bytes of blocks that other processes may use ([`crate::Heap::export`]), live or pending.
+    pub exported: u64,
+    /// Bytes of other processes' blocks that are mapped here; they count nowhere else.
+    pub imported: u64,
     /// Capture pools that exist, also released ones with live blocks.
     pub capture_pools: u64,
     /// Bytes of memory behind addresses of capture pools; their free part counts in `free` too.
@@ -152,6 +156,8 @@ impl Inner {
         }
         self.add_segments(&mut stats);
         stats.zombie = slow.physical.zombies.iter().map(|z| u64::from(z.granules) * crate::units::GRANULE).sum();
+        stats.exported = self.exports.lock().blocks().values().sum();
+        stats.imported = self.imports.lock().bytes();
         stats.capture_pools = self.pools.count();
         stats.pinned = slow.physical.pinned.iter().count() as u64 * crate::units::GRANULE;
         stats

@@ -1,0 +1,163 @@
+//! The exporter's side: is the import over?
+
+use super::message::{BATCH, LONGEST, Offer, Piece, Said, encode_pieces, encode_refusal};
+use super::socket::{ready, receive, send, system};
+use crate::error::ShareFault;
+use parking_lot::Mutex;
+use rustix::event::PollFlags;
+use rustix::io::Errno;
+use rustix::net::{Shutdown, shutdown};
+use rustix::process::getpid;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::time::Duration;
+
+/// The exporter's end of the pair.
+#[derive(Debug)]
+struct End {
+    socket: OwnedFd,
+    /// The process that exported: in a forked child the end is a copy, and what the importer says is for the parent.
+    owner: i32,
+    /// A [`Server`] reads what the importer says.
+    served: AtomicBool,
+    heard: Mutex<Heard>,
+}
+
+/// What the importer has said so far.
+#[derive(Debug, Default)]
+struct Heard {
+    /// Its pidfd: it may have mapped something from then on.
+    process: Option<OwnedFd>,
+    done: bool,
+}
+
+impl End {
+    /// Reads one message; `None` where there is none.
+    fn hear(&self) -> Result<Option<Said>, Errno> {
+        let mut bytes = [0; 8];
+        let received = match receive(self.socket.as_fd(), &mut bytes) {
+            Ok(received) => received,
+            Err(Errno::AGAIN) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let said = Said::decode(&bytes[..received.len]);
+        let mut heard = self.heard.lock();
+        match said {
+            Some(Said::Hello) if heard.process.is_none() => heard.process = received.descriptors.into_iter().next(),
+            Some(Said::Done) => heard.done = true,
+            _ => {}
+        }
+        // No bytes: the end of what was said. Others are of no concern, but for their having been there.
+        Ok(if received.len == 0 { None } else { said.or(Some(Said::Hello)) })
+    }
+
+    fn has_hung_up(&self, limit: Duration) -> bool {
+        // A socket that cannot be asked has nobody at its other end.
+        ready(self.socket.as_fd(), PollFlags::empty(), Some(limit)).map_or(true, |found| !found.is_empty())
+    }
+}
+
+/// An import that is open, as the exporter sees it.
+#[derive(Debug, Clone)]
+pub(crate) struct Lease(Arc<End>);
+
+impl Lease {
+    pub(super) fn new(socket: OwnedFd) -> Self {
+        let owner = getpid().as_raw_pid();
+        Self(Arc::new(End { socket, owner, served: AtomicBool::new(false), heard: Mutex::default() }))
+    }
+
+    /// Queues what is offered.
+    pub(crate) fn offer(&self, offer: &Offer) -> Result<(), ShareFault> {
+        send(self.0.socket.as_fd(), &offer.encode(), &[]).map_err(|error| system("the offer cannot be queued", error))
+    }
+
+    /// Queues up to [`BATCH`] handles.
+    pub(crate) fn queue(&self, pieces: &[(Piece, OwnedFd)]) -> Result<(), ShareFault> {
+        queue(self.0.socket.as_fd(), pieces)
+    }
+
+    /// For handing over further handles on a thread. Until it is dropped the lease is not over.
+    pub(crate) fn server(&self) -> Server {
+        self.0.served.store(true, SeqCst);
+        Server(Arc::clone(&self.0))
+    }
+
+    /// Is the import over: done, never begun, or its process gone? Waits at most `limit` for that.
+    pub(crate) fn is_over(&self, limit: Duration) -> bool {
+        let end = &*self.0;
+        if getpid().as_raw_pid() != end.owner || !end.has_hung_up(limit) || end.served.load(SeqCst) {
+            return false;
+        }
+        // All that was said. It ends: nobody can say more.
+        while let Ok(Some(_)) | Err(Errno::CONNRESET | Errno::MFILE | Errno::MSGSIZE) = end.hear() {}
+        let heard = end.heard.lock();
+        match &heard.process {
+            Some(process) if !heard.done => {
+                // Readable once the process has ended, with all that the kernel does for it.
+                let gone = ready(process.as_fd(), PollFlags::IN, Some(limit));
+                gone.map_or(true, |found| found.contains(PollFlags::IN))
+            }
+            _ => true,
+        }
+    }
+
+    /// Ends all talk; the importer keeps what it has mapped.
+    pub(crate) fn hang_up(&self) {
+        if getpid().as_raw_pid() == self.0.owner {
+            // Refused where the importer did so before.
+            let _ = shutdown(self.0.socket.as_fd(), Shutdown::Both);
+        }
+    }
+}
+
+fn queue(socket: BorrowedFd<'_>, pieces: &[(Piece, OwnedFd)]) -> Result<(), ShareFault> {
+    debug_assert!(pieces.len() <= BATCH, "one message takes no more");
+    let descriptors: Vec<BorrowedFd<'_>> = pieces.iter().map(|(_, descriptor)| descriptor.as_fd()).collect();
+    let pieces: Vec<Piece> = pieces.iter().map(|(piece, _)| *piece).collect();
+    let bytes = encode_pieces(&pieces);
+    debug_assert!(bytes.len() <= LONGEST, "the reader's buffer");
+    send(socket, &bytes, &descriptors).map_err(|error| system("descriptors cannot be queued", error))
+}
+
+/// Hands over what the importer asks for. Dropped, it leaves the lease to be asked whether it is over.
+#[derive(Debug)]
+pub(crate) struct Server(Arc<End>);
+
+impl Server {
+    /// Waits until the importer asks for more. False: it will not.
+    pub(crate) fn is_asked(&self) -> bool {
+        loop {
+            match self.0.hear() {
+                Ok(Some(Said::Next)) => return true,
+                Ok(Some(Said::Done)) => return false,
+                Ok(Some(Said::Hello)) => continue,
+                Ok(None) => {}
+                Err(_) => return false,
+            }
+            match ready(self.0.socket.as_fd(), PollFlags::IN, None) {
+                Ok(found) if found.intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL) => return false,
+                Ok(_) => {}
+                Err(_) => return false,
+            }
+        }
+    }
+
+    /// Queues the next handles.
+    pub(crate) fn queue(&self, pieces: &[(Piece, OwnedFd)]) -> Result<(), ShareFault> {
+        queue(self.0.socket.as_fd(), pieces)
+    }
+
+    /// Tells the importer why there is no more.
+    pub(crate) fn refuse(&self, why: &str) {
+        // An importer that is gone needs no reason.
+        let _ = send(self.0.socket.as_fd(), &encode_refusal(why), &[]);
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.0.served.store(false, SeqCst);
+    }
+}
