@@ -304,8 +304,8 @@ impl fmt::Debug for Imported {
 impl Drop for Imported {
     fn drop(&mut self) {
         // An error where the heap was shut down, which gave it back.
-        if self.owned && self.owner == getpid() && self.heap.inner.end_import(self.found.address).is_ok() {
-            self.heap.inner.hurry_imports();
+        if self.owned && self.owner == getpid() {
+            let _ = self.heap.end_import(self.found.address);
         }
     }
 }
@@ -364,6 +364,16 @@ impl Heap {
     /// As [`Heap::import`].
     pub fn receive(&self, socket: impl AsFd) -> Result<Imported> {
         self.import(crate::share::take_over(socket.as_fd())?)
+    }
+
+    /// As dropping an [`Imported`], for an address of [`Imported::into_raw`]. Never waits.
+    ///
+    /// # Errors
+    /// [`ShareFault::NoImport`].
+    pub fn end_import(&self, address: u64) -> Result<()> {
+        self.inner.end_import(address)?;
+        self.inner.hurry_imports();
+        Ok(())
     }
 
     /// As [`Imported::close`], for an address of [`Imported::into_raw`].
