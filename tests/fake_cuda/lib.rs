@@ -272,6 +272,10 @@ driver! {
         out!(memory, address)
     }
     fn cuMemFreeHost(memory: u64) Relaxed [memory] |s| { s.pinned.remove(&memory).map(drop).ok_or(INVALID_VALUE) }
+    fn cuMemcpyPeer(to: u64, to_context: u64, from: u64, from_context: u64, bytes: usize) Context
+        [to, to_context, from, from_context, bytes as u64] |s| {
+        device_of(to_context).and(device_of(from_context)).map(drop).ok_or(INVALID_CONTEXT)
+    }
     fn cuMemcpyHtoDAsync_v2(to: u64, _from: *const c_void, bytes: usize, stream: u64) Context [to, bytes as u64, stream] |s| { s.stream(stream).map(drop) }
     fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, bytes: usize, stream: u64) Context [from, bytes as u64, stream] |s| {
         if let byte @ 1..=255 = setting("FAKE_CUDA_READS", 0) {
