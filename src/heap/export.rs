@@ -98,6 +98,23 @@ impl From<Export> for OwnedFd {
     }
 }
 
+impl From<OwnedFd> for Export {
+    /// An export that came as a descriptor, to be passed on. Whether it is one is seen by who imports it.
+    fn from(export: OwnedFd) -> Self {
+        Self(export)
+    }
+}
+
+impl super::Allocation {
+    /// See [`Heap::export`](super::Heap::export).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn export(&self) -> Result<Export> {
+        self.heap.export(self.block.address)
+    }
+}
+
 impl Inner {
     /// The handles behind a range of units, in address order.
     fn behind(&self, slow: &Slow, block: Range<u32>) -> Result<Vec<Behind>> {
