@@ -74,7 +74,7 @@ typedef enum xseg_region_state {
   XSEG_LIVE = 0,
   // Free memory.
   XSEG_FREE = 1,
-  // Freed, waiting for the streams that it was declared used on.
+  // Freed, waiting for the streams that it was declared used on, or for other processes that imported it.
   XSEG_PENDING = 2,
   // Still mapped, but its memory was given to another address.
   XSEG_ZOMBIE = 3,
@@ -186,7 +186,8 @@ typedef struct xseg_statistics {
   uint64_t partly_live_granules;
   // Granules that small blocks hold with less than a quarter of their bytes live (internal fragmentation).
   uint64_t pinned_by_small;
-  // Bytes that freed blocks hold until the streams they were declared used on have passed.
+  // Bytes that freed blocks hold until the streams they were declared used on have passed and imports by other
+  // processes have ended.
   uint64_t pending;
   // Bytes of addresses whose memory was moved away and that are still mapped.
   uint64_t zombie;

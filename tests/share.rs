@@ -311,3 +311,89 @@ fn threads_share_at_the_same_time() {
     here.heap.check().unwrap();
     there.heap.check().unwrap();
 }
+
+/// A block of the run below: where it is, what is in it, and whether its owner has freed it.
+struct Known {
+    block: Option<Allocation>,
+    len: u64,
+    seed: u64,
+    imports: Vec<(usize, xseg::Imported)>,
+}
+
+/// Blocks come and go under a limit, are exported to three heaps, freed before and after their imports end, trimmed and
+/// moved; at every step each import shows what was written last.
+#[test]
+fn nothing_that_is_imported_is_ever_anothers() {
+    let here = Side::new("limit:96MiB,handle_max:4MiB,growth:exact,wait_limit:0s");
+    let sides = [Side::new(""), Side::on("", here.device.clone()), Side::new("handle_max:2MiB")];
+    let mut random = support::Random(0x5eed);
+    let mut known: Vec<Known> = Vec::new();
+    let (mut imported, mut refused, mut freed_first) = (0, 0, 0);
+    for step in 0..1500 {
+        match random.below(10) {
+            0..4 => match here.heap.alloc((1 + random.below(24)) * MIB + random.below(3) * 512, S1) {
+                Ok(block) => {
+                    let (seed, len) = (random.next() >> 8, block.len());
+                    here.stamp(block.address(), len, seed);
+                    known.push(Known { block: Some(block), len, seed, imports: Vec::new() });
+                }
+                Err(Error::OutOfMemory(_)) => {
+                    refused += 1;
+                    if let Some(one) = known.first_mut() {
+                        one.block = None;
+                    }
+                }
+                Err(error) => panic!("{error}"),
+            },
+            4..6 if !known.is_empty() => {
+                let at = random.below(known.len() as u64) as usize;
+                if let Some(block) = &known[at].block {
+                    let to = random.below(3) as usize;
+                    let import = sides[to].import_of(&here, block);
+                    known[at].imports.push((to, import));
+                    imported += 1;
+                }
+            }
+            6..8 if !known.is_empty() => {
+                let at = random.below(known.len() as u64) as usize;
+                freed_first += usize::from(known[at].block.take().is_some() && !known[at].imports.is_empty());
+            }
+            8 if !known.is_empty() => {
+                let at = random.below(known.len() as u64) as usize;
+                if let Some((_, import)) = known[at].imports.pop() {
+                    if step % 2 == 0 { import.close().unwrap() } else { drop(import) }
+                }
+            }
+            9 => {
+                here.heap.trim();
+            }
+            _ => {}
+        }
+        // Whoever writes, all see it.
+        if let Some(one) = known.iter_mut().find(|one| !one.imports.is_empty() && step % 7 == 0) {
+            one.seed = random.next() >> 8;
+            let (to, import) = &one.imports[0];
+            sides[*to].stamp(import.address(), import.len(), one.seed);
+        }
+        known.retain(|one| one.block.is_some() || !one.imports.is_empty());
+        for one in known.iter().filter(|one| step % 10 == 0 || one.block.is_none()) {
+            for (to, import) in &one.imports {
+                sides[*to].expect(import.address(), one.len, one.seed);
+            }
+            if let Some(block) = &one.block {
+                here.expect(block.address(), one.len, one.seed);
+            }
+        }
+        here.heap.check().unwrap();
+    }
+    assert!(imported > 100 && refused > 20 && freed_first > 40, "{imported}, {refused}, {freed_first}");
+    drop(known);
+    for side in sides.iter().chain([&here]) {
+        side.heap.tick();
+        side.heap.trim();
+        side.heap.check().unwrap();
+    }
+    let stats = here.heap.stats();
+    assert_eq!((stats.exported, stats.pending, stats.pinned, stats.reserved), (0, 0, 0, 0));
+    drop(sides);
+}

@@ -36,7 +36,8 @@ pub struct xseg_statistics {
     pub partly_live_granules: u64,
     /// Granules that small blocks hold with less than a quarter of their bytes live (internal fragmentation).
     pub pinned_by_small: u64,
-    /// Bytes that freed blocks hold until the streams they were declared used on have passed.
+    /// Bytes that freed blocks hold until the streams they were declared used on have passed and imports by other
+    /// processes have ended.
     pub pending: u64,
     /// Bytes of addresses whose memory was moved away and that are still mapped.
     pub zombie: u64,

@@ -5,6 +5,7 @@ use super::inner::{Inner, Slow};
 use crate::backend::{BackendKind, ExportedHandle, PhysicalAllocation};
 use crate::error::{DriverCall, DriverError, Error, Result, ShareFault};
 use crate::physical::HandleId;
+use crate::segment::nodes::Kind;
 use crate::share::{self, BATCH, Lease, Offer, Piece, Server};
 use crate::units::{GRANULE, UNIT, UNITS_PER_GRANULE, granule_ceil, granule_floor};
 use std::collections::{BTreeMap, HashSet};
@@ -234,6 +235,27 @@ impl Inner {
             // Whether it has ended is looked at with the rest.
             lease.is_over(limit);
         }
+    }
+
+    /// Checks I13: what is exported is live or pending, has its handles and is pinned.
+    pub(super) fn check_exports(&self, slow: &Slow) -> Result<(), String> {
+        let blocks: Vec<(u32, Range<u32>)> =
+            self.exports.lock().0.iter().map(|open| (open.unit, open.granules.clone())).collect();
+        for (unit, granules) in blocks {
+            let all = granules.end - granules.start;
+            let kinds = self.segment_indices().find_map(|index| {
+                let segment = self.segment(index);
+                segment.iter().find(|id| segment.nodes[*id].start == unit).map(|id| segment.nodes[id].kind)
+            });
+            let kept = matches!(kinds, Some(Kind::Live | Kind::Pending));
+            let (mapped, pinned) = (slow.physical.mapped.count(granules.clone()), slow.physical.pinned.count(granules));
+            if !kept || mapped != all || pinned != all {
+                return Err(format!(
+                    "the exported block at unit {unit} is {kinds:?}, {mapped} of {all} granules mapped, {pinned} pinned"
+                ));
+            }
+        }
+        Ok(())
     }
 
     /// Handles that other processes may use.

@@ -335,7 +335,8 @@ impl Heap {
     /// Exports a live block for one import by another process (or this one): see [`Export`](super::Export). The block may be
     /// freed at any time afterwards; its memory is kept from others until the import has ended, by the importer's word or with
     /// its process, which is looked at on the slow path and by [`Heap::tick`]. A handle is mapped whole, so that an importer
-    /// can reach what lies beside the block in its first and last one; [`Heap::alloc_contiguous`] has nothing beside it.
+    /// can reach what lies beside the block in its first and last one; [`Heap::alloc_contiguous`] has nothing beside it. (On
+    /// `host` the descriptors are of the one memfd, through which an importer can reach all of the device's memory.)
     /// Any thread. Costs a descriptor until the import has ended, and a driver call for each handle (39 µs on an H200).
     ///
     /// # Errors

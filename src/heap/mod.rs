@@ -247,7 +247,7 @@ impl Heap {
 
     /// Descriptors of the memory behind a live block, one for each of its handles in address order. They are
     /// made now (a heap holds none by itself) and closed when dropped. While another process uses the
-    /// memory, keep the block: freed memory is given to others. A handle shows its importer all of its memory, also other blocks'; [`Heap::alloc_contiguous`] shares none.
+    /// memory, keep the block: freed memory is given to others ([`Heap::export`] sees to that by itself). A handle shows its importer all of its memory, also other blocks'; [`Heap::alloc_contiguous`] shares none.
     ///
     /// `cuda` gives a descriptor of each handle; `host` has one memfd, of which each is a duplicate that
     /// shows all of the device's memory; `sim` has no memory.

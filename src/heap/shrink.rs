@@ -318,6 +318,7 @@ impl Inner {
     pub(crate) fn check(&self) -> std::result::Result<(), String> {
         let slow = self.slow.lock();
         slow.physical.check()?;
+        self.check_exports(&slow)?;
         for index in self.segment_indices() {
             let segment = self.segment(index);
             segment.check().map_err(|why| format!("segment {index}: {why}"))?;
