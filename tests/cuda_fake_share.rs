@@ -209,7 +209,13 @@ fn a_thousand_imports_exhaust_nothing() {
         }
         there.tick();
         here.tick();
-        assert_eq!((held(driver), descriptors()), (before, open));
+        assert_eq!(held(driver), before);
+        // A thread that handed over handles closes its end as it ends.
+        let start = std::time::Instant::now();
+        while descriptors() > open {
+            assert!(start.elapsed() < std::time::Duration::from_secs(10), "{} descriptors", descriptors());
+            std::thread::yield_now();
+        }
         drop((block, large, here, there));
         assert_eq!(driver.counts(), [0; 5]);
     });

@@ -6,7 +6,7 @@ use crate::backend::{BackendKind, ExportedHandle, PhysicalAllocation};
 use crate::error::{DriverCall, DriverError, Error, Result, ShareFault};
 use crate::physical::HandleId;
 use crate::segment::nodes::Kind;
-use crate::share::{self, BATCH, Lease, Offer, Piece, Server};
+use crate::share::{self, BATCH, FIRST, Lease, Offer, Piece, Server};
 use crate::units::{GRANULE, UNIT, UNITS_PER_GRANULE, granule_ceil, granule_floor};
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
@@ -69,8 +69,9 @@ struct Behind {
 /// A block that was exported once, for one import: a descriptor that another process turns into an
 /// [`Imported`](super::Imported).
 ///
-/// Dropped or lost on its way, the export ends; the block is then as if it had never been. Descriptors of the block's memory
-/// wait in it, 64 at most, which count as open for the user that this process runs as.
+/// Dropped or lost on its way, the export ends; the block is then as if it had never been. Up to 16 descriptors of the block's
+/// memory wait in it, which the system counts against the user's limit of open files; of a block with more handles they are
+/// made as the importer asks for them, by a thread that ends with that.
 #[derive(Debug)]
 #[must_use = "the export ends when this is dropped"]
 pub struct Export(OwnedFd);
@@ -193,10 +194,10 @@ impl Inner {
             slow.pin(granules);
             (block, node.slack)
         };
-        let mut behind = self.behind(slow, block.clone())?;
+        let behind = self.behind(slow, block.clone())?;
         let backend = self.driver.backend();
         let size = u64::from(block.end - block.start) * UNIT;
-        lease.offer(&Offer {
+        let offer = Offer {
             backend: number(backend.kind()),
             device: backend.device_id(),
             handles: behind.len() as u32,
@@ -204,10 +205,11 @@ impl Inner {
             offset: behind.first().map_or(0, |first| u64::from(block.start - first.start) * UNIT),
             size,
             len: size - u64::from(slack),
-        })?;
-        let rest = behind.split_off(behind.len().min(BATCH));
-        let first: Vec<_> = behind.iter().map(|one| self.piece(one)).collect::<Result<_, _>>()?;
-        lease.queue(&first)?;
+        };
+        let few = behind.len() <= FIRST;
+        let first = behind.iter().filter(|_| few).map(|one| self.piece(one)).collect::<Result<Vec<_>, _>>()?;
+        let queued = lease.offer(&offer, &first)?;
+        let rest = if few && queued { Vec::new() } else { behind };
         if !rest.is_empty() {
             serve(Arc::downgrade(self), lease.server(), rest)?;
         }
@@ -266,7 +268,7 @@ impl Inner {
     }
 }
 
-/// Hands over the rest of a block's handles as the importer asks for them, on a thread that ends with it.
+/// Hands over a block's handles as the importer asks for them, on a thread that ends with it.
 fn serve(heap: Weak<Inner>, server: Server, rest: Vec<Behind>) -> Result<(), ShareFault> {
     let hand_over = move || {
         for batch in rest.chunks(BATCH) {

@@ -348,7 +348,7 @@ impl Heap {
 
     /// Maps a block that another process exported: `export` is the descriptor of its [`Export`](super::Export). Reserves exactly
     /// the bytes of the block's handles; they do not count towards the limit. Any thread; waits 10 s at most for a process
-    /// that has more than 64 handles to give.
+    /// that has more than 16 handles to give.
     ///
     /// # Errors
     /// [`Error::Share`] for a descriptor that is no export, was used, or comes from another backend, device or version;

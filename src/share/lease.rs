@@ -1,7 +1,7 @@
 //! The exporter's side: is the import over?
 
-use super::message::{BATCH, LONGEST, Offer, Piece, Said, encode_pieces, encode_refusal};
-use super::socket::{ready, receive, send, system};
+use super::message::{BATCH, Offer, Piece, Said, encode_pieces, encode_refusal};
+use super::socket::{ready, receive, send, send_in_turn, system};
 use crate::error::ShareFault;
 use parking_lot::Mutex;
 use rustix::event::PollFlags;
@@ -10,7 +10,6 @@ use rustix::net::{Shutdown, shutdown};
 use rustix::process::getpid;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
 /// The exporter's end of the pair.
@@ -19,8 +18,7 @@ struct End {
     socket: OwnedFd,
     /// The process that exported: in a forked child the end is a copy, and what the importer says is for the parent.
     owner: i32,
-    /// A [`Server`] reads what the importer says.
-    served: AtomicBool,
+    /// Locked while a message is read, so that nobody sees one that is neither there nor noted.
     heard: Mutex<Heard>,
 }
 
@@ -35,6 +33,7 @@ struct Heard {
 impl End {
     /// Reads one message; `None` where there is none.
     fn hear(&self) -> Result<Option<Said>, Errno> {
+        let mut heard = self.heard.lock();
         let mut bytes = [0; 8];
         let received = match receive(self.socket.as_fd(), &mut bytes) {
             Ok(received) => received,
@@ -42,7 +41,6 @@ impl End {
             Err(error) => return Err(error),
         };
         let said = Said::decode(&bytes[..received.len]);
-        let mut heard = self.heard.lock();
         match said {
             Some(Said::Hello) if heard.process.is_none() => heard.process = received.descriptors.into_iter().next(),
             Some(Said::Done) => heard.done = true,
@@ -65,29 +63,30 @@ pub(crate) struct Lease(Arc<End>);
 impl Lease {
     pub(super) fn new(socket: OwnedFd) -> Self {
         let owner = getpid().as_raw_pid();
-        Self(Arc::new(End { socket, owner, served: AtomicBool::new(false), heard: Mutex::default() }))
+        Self(Arc::new(End { socket, owner, heard: Mutex::default() }))
     }
 
-    /// Queues what is offered.
-    pub(crate) fn offer(&self, offer: &Offer) -> Result<(), ShareFault> {
-        send(self.0.socket.as_fd(), &offer.encode(), &[]).map_err(|error| system("the offer cannot be queued", error))
+    /// Queues what is offered, with handles, if any are given. False: those could not be queued, since the user's processes
+    /// have too many descriptors on their way, and are to be asked for.
+    pub(crate) fn offer(&self, offer: &Offer, first: &[(Piece, OwnedFd)]) -> Result<bool, ShareFault> {
+        let (pieces, descriptors) = parts(first);
+        let socket = self.0.socket.as_fd();
+        let done = match send(socket, &offer.encode(&pieces), &descriptors) {
+            Err(Errno::TOOMANYREFS) => send(socket, &offer.encode(&[]), &[]).map(|()| false),
+            done => done.map(|()| true),
+        };
+        done.map_err(|error| system("the offer cannot be queued", error))
     }
 
-    /// Queues up to [`BATCH`] handles.
-    pub(crate) fn queue(&self, pieces: &[(Piece, OwnedFd)]) -> Result<(), ShareFault> {
-        queue(self.0.socket.as_fd(), pieces)
-    }
-
-    /// For handing over further handles on a thread. Until it is dropped the lease is not over.
+    /// For handing over handles on a thread.
     pub(crate) fn server(&self) -> Server {
-        self.0.served.store(true, SeqCst);
         Server(Arc::clone(&self.0))
     }
 
     /// Is the import over: done, never begun, or its process gone? Waits at most `limit` for that.
     pub(crate) fn is_over(&self, limit: Duration) -> bool {
         let end = &*self.0;
-        if getpid().as_raw_pid() != end.owner || !end.has_hung_up(limit) || end.served.load(SeqCst) {
+        if getpid().as_raw_pid() != end.owner || !end.has_hung_up(limit) {
             return false;
         }
         // All that was said. It ends: nobody can say more.
@@ -112,16 +111,12 @@ impl Lease {
     }
 }
 
-fn queue(socket: BorrowedFd<'_>, pieces: &[(Piece, OwnedFd)]) -> Result<(), ShareFault> {
-    debug_assert!(pieces.len() <= BATCH, "one message takes no more");
-    let descriptors: Vec<BorrowedFd<'_>> = pieces.iter().map(|(_, descriptor)| descriptor.as_fd()).collect();
-    let pieces: Vec<Piece> = pieces.iter().map(|(piece, _)| *piece).collect();
-    let bytes = encode_pieces(&pieces);
-    debug_assert!(bytes.len() <= LONGEST, "the reader's buffer");
-    send(socket, &bytes, &descriptors).map_err(|error| system("descriptors cannot be queued", error))
+fn parts(handles: &[(Piece, OwnedFd)]) -> (Vec<Piece>, Vec<BorrowedFd<'_>>) {
+    debug_assert!(handles.len() <= BATCH, "one message takes no more");
+    handles.iter().map(|(piece, descriptor)| (*piece, descriptor.as_fd())).unzip()
 }
 
-/// Hands over what the importer asks for. Dropped, it leaves the lease to be asked whether it is over.
+/// Hands over what the importer asks for.
 #[derive(Debug)]
 pub(crate) struct Server(Arc<End>);
 
@@ -146,18 +141,14 @@ impl Server {
 
     /// Queues the next handles.
     pub(crate) fn queue(&self, pieces: &[(Piece, OwnedFd)]) -> Result<(), ShareFault> {
-        queue(self.0.socket.as_fd(), pieces)
+        let (pieces, descriptors) = parts(pieces);
+        let sent = send_in_turn(self.0.socket.as_fd(), &encode_pieces(&pieces), &descriptors);
+        sent.map_err(|error| system("descriptors cannot be queued", error))
     }
 
     /// Tells the importer why there is no more.
     pub(crate) fn refuse(&self, why: &str) {
         // An importer that is gone needs no reason.
         let _ = send(self.0.socket.as_fd(), &encode_refusal(why), &[]);
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        self.0.served.store(false, SeqCst);
     }
 }

@@ -5,8 +5,12 @@ use crate::units::GRANULE;
 
 /// Handles that one message carries: a message takes at most 253 descriptors, and a process has 1024 by default.
 pub(crate) const BATCH: usize = 64;
-/// Longest message in bytes.
-pub(super) const LONGEST: usize = 1 + 16 * BATCH;
+/// Handles that wait with an export. The system counts what waits in sockets, a user's together, against the limit of open
+/// files: few enough for 60 exports that nobody has taken yet, and for blocks of 512 MiB in handles of 32 MiB.
+pub(crate) const FIRST: usize = 16;
+/// Bytes of an [`Offer`], and of the longest message: one with a whole batch behind it.
+const HEADER: usize = 72;
+pub(super) const LONGEST: usize = HEADER + 16 * BATCH;
 /// Handles of one block, and bytes of them, that are believed.
 const MOST_HANDLES: u32 = 1 << 20;
 const MOST_BYTES: u64 = 1 << 46;
@@ -73,20 +77,25 @@ pub(super) fn malformed(why: impl Into<String>) -> ShareFault {
 }
 
 impl Offer {
-    pub(super) fn encode(&self) -> Vec<u8> {
+    /// With the first handles, whose descriptors come along.
+    pub(super) fn encode(&self, first: &[Piece]) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
-        for number in [VERSION, self.backend, self.handles, 0] {
+        for number in [VERSION, self.backend, self.handles, first.len() as u32] {
             bytes.extend(number.to_le_bytes());
         }
         bytes.extend(self.device);
         for number in [self.mapped, self.offset, self.size, self.len] {
             bytes.extend(number.to_le_bytes());
         }
+        debug_assert_eq!(bytes.len(), HEADER);
+        first.iter().for_each(|piece| piece.encode(&mut bytes));
         bytes
     }
 
-    pub(super) fn decode(bytes: &[u8]) -> Result<Self, ShareFault> {
-        let mut reader = Reader(bytes);
+    /// What is offered, and the first handles, of a message that carries `descriptors`.
+    pub(super) fn decode(bytes: &[u8], descriptors: usize) -> Result<(Self, Vec<Piece>), ShareFault> {
+        let (header, first) = bytes.split_at_checked(HEADER).unwrap_or((bytes, &[]));
+        let mut reader = Reader(header);
         if reader.take() != Some(MAGIC) {
             return Err(malformed("it does not begin as an export does"));
         }
@@ -96,14 +105,18 @@ impl Offer {
             None => return Err(malformed("its header is cut off")),
         }
         let offer = (|| {
-            let (backend, handles, _) = (reader.u32()?, reader.u32()?, reader.u32()?);
+            let (backend, handles, queued) = (reader.u32()?, reader.u32()?, reader.u32()?);
             let device = reader.take()?;
             let (mapped, offset, size, len) = (reader.u64()?, reader.u64()?, reader.u64()?, reader.u64()?);
-            Some(Self { backend, device, handles, mapped, offset, size, len })
+            Some((Self { backend, device, handles, mapped, offset, size, len }, queued))
         })();
-        let offer = offer.filter(|_| reader.0.is_empty()).ok_or_else(|| malformed("its header has a wrong length"))?;
+        let (offer, queued) = offer.ok_or_else(|| malformed("its header is cut off"))?;
         offer.check()?;
-        Ok(offer)
+        let first = pieces(first, descriptors)?;
+        if first.len() != queued as usize || queued > offer.handles {
+            return Err(malformed(format!("{} of {queued} handles came with it", first.len())));
+        }
+        Ok((offer, first))
     }
 
     /// Can there be such a block?
@@ -119,12 +132,16 @@ impl Offer {
     }
 }
 
+impl Piece {
+    fn encode(&self, bytes: &mut Vec<u8>) {
+        bytes.extend(self.start.to_le_bytes());
+        bytes.extend(self.bytes.to_le_bytes());
+    }
+}
+
 pub(super) fn encode_pieces(pieces: &[Piece]) -> Vec<u8> {
     let mut bytes = vec![PIECES];
-    for piece in pieces {
-        bytes.extend(piece.start.to_le_bytes());
-        bytes.extend(piece.bytes.to_le_bytes());
-    }
+    pieces.iter().for_each(|piece| piece.encode(&mut bytes));
     bytes
 }
 
@@ -132,22 +149,26 @@ pub(super) fn encode_pieces(pieces: &[Piece]) -> Vec<u8> {
 pub(super) fn decode_pieces(bytes: &[u8], descriptors: usize) -> Result<Vec<Piece>, ShareFault> {
     match bytes.split_first() {
         Some((&REFUSED, text)) => Err(ShareFault::Refused(String::from_utf8_lossy(text).into_owned())),
-        Some((&PIECES, rest)) => {
-            let mut reader = Reader(rest);
-            let mut pieces = Vec::new();
-            while let (Some(start), Some(bytes)) = (reader.u64(), reader.u64()) {
-                if !start.is_multiple_of(GRANULE) || bytes == 0 || !bytes.is_multiple_of(GRANULE) {
-                    return Err(malformed("a handle is no whole granules"));
-                }
-                pieces.push(Piece { start, bytes });
-            }
-            let whole = rest.len() == 16 * pieces.len();
-            match whole && !pieces.is_empty() && pieces.len() == descriptors {
-                true => Ok(pieces),
-                false => Err(malformed(format!("{} handles came with {descriptors} descriptors", pieces.len()))),
-            }
-        }
+        Some((&PIECES, rest)) => match pieces(rest, descriptors)? {
+            none if none.is_empty() => Err(malformed("a message has no handles")),
+            some => Ok(some),
+        },
         _ => Err(malformed("a message is none that an exporter sends")),
+    }
+}
+
+fn pieces(bytes: &[u8], descriptors: usize) -> Result<Vec<Piece>, ShareFault> {
+    let mut reader = Reader(bytes);
+    let mut pieces = Vec::new();
+    while let (Some(start), Some(bytes)) = (reader.u64(), reader.u64()) {
+        if !start.is_multiple_of(GRANULE) || bytes == 0 || !bytes.is_multiple_of(GRANULE) {
+            return Err(malformed("a handle is no whole granules"));
+        }
+        pieces.push(Piece { start, bytes });
+    }
+    match bytes.len() == 16 * pieces.len() && pieces.len() == descriptors {
+        true => Ok(pieces),
+        false => Err(malformed(format!("{} handles came with {descriptors} descriptors", pieces.len()))),
     }
 }
 

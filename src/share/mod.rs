@@ -5,7 +5,7 @@
 //! it is used, whoever sent it. Nothing here knows of heaps or drivers.
 //!
 //! ```text
-//! exporter → importer   Offer, then Batch (queued at once), then a Batch for each Next; or Refused with a text
+//! exporter → importer   Offer, with all handles where they are few; else a batch for each Next; or Refused with a text
 //! importer → exporter   Hello with a pidfd, before anything is mapped; Next; Done, when all is unmapped
 //! ```
 #![forbid(unsafe_code)]
@@ -16,7 +16,7 @@ mod socket;
 mod tie;
 
 pub(crate) use lease::{Lease, Server};
-pub(crate) use message::{BATCH, Offer, Piece};
+pub(crate) use message::{BATCH, FIRST, Offer, Piece};
 pub(crate) use socket::{pass_on, take_over};
 pub(crate) use tie::Tie;
 

@@ -10,7 +10,7 @@ use rustix::net::{
 };
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Longest wait for a message that the other side owes.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
@@ -54,6 +54,18 @@ pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], descriptors: &[Borrowed
     if sent == bytes.len() { Ok(()) } else { Err(Errno::MSGSIZE) }
 }
 
+/// As [`send`], tried again for a while where the user's processes have too many descriptors on their way to others, who
+/// take them by and by.
+pub(super) fn send_in_turn(socket: BorrowedFd<'_>, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+    let start = Instant::now();
+    loop {
+        match send(socket, bytes, descriptors) {
+            Err(Errno::TOOMANYREFS) if start.elapsed() < PATIENCE => std::thread::sleep(Duration::from_millis(1)),
+            done => return done,
+        }
+    }
+}
+
 /// Takes what is there. Never waits: [`Errno::AGAIN`] where there is nothing; no bytes where the other side is gone.
 pub(super) fn receive(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<Received, Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(BATCH))];
@@ -91,7 +103,7 @@ pub(super) fn ready(socket: BorrowedFd<'_>, events: PollFlags, limit: Option<Dur
 /// Sends the descriptor of an export over a socket of the caller's.
 pub(crate) fn pass_on(socket: BorrowedFd<'_>, export: BorrowedFd<'_>) -> Result<(), ShareFault> {
     loop {
-        match send(socket, &MARK, &[export]) {
+        match send_in_turn(socket, &MARK, &[export]) {
             Ok(()) => return Ok(()),
             Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => return Err(ShareFault::Ended),
             Err(Errno::AGAIN) => wait(socket, PollFlags::OUT)?,

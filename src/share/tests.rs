@@ -31,7 +31,7 @@ fn inode(fd: impl AsFd) -> u64 {
 
 fn opened() -> (Lease, Tie, Offer) {
     let (lease, export) = pair().unwrap();
-    lease.offer(&offer(2)).unwrap();
+    assert!(lease.offer(&offer(2), &[]).unwrap());
     let (tie, offer) = Tie::open(export).unwrap();
     (lease, tie, offer)
 }
@@ -40,8 +40,7 @@ fn opened() -> (Lease, Tie, Offer) {
 fn what_is_offered_arrives() {
     let (lease, export) = pair().unwrap();
     let sent = pieces(BATCH);
-    lease.offer(&offer(64)).unwrap();
-    lease.queue(&sent).unwrap();
+    assert!(lease.offer(&offer(64), &sent).unwrap());
     let (mut tie, found) = Tie::open(export).unwrap();
     assert_eq!(found, offer(64));
     let came = tie.next().unwrap();
@@ -69,8 +68,7 @@ fn an_import_is_over_when_it_is_done() {
 #[test]
 fn an_import_that_never_began_is_over_with_its_descriptor() {
     let (lease, export) = pair().unwrap();
-    lease.offer(&offer(1)).unwrap();
-    lease.queue(&pieces(1)).unwrap();
+    lease.offer(&offer(1), &pieces(1)).unwrap();
     assert!(!lease.is_over(NOW));
     drop(export);
     assert!(lease.is_over(NOW));
@@ -91,8 +89,7 @@ fn an_import_without_an_end_lasts_as_long_as_its_process() {
 #[test]
 fn a_server_hands_over_what_is_asked_for() {
     let (lease, export) = pair().unwrap();
-    lease.offer(&offer(3)).unwrap();
-    lease.queue(&pieces(1)).unwrap();
+    lease.offer(&offer(3), &pieces(1)).unwrap();
     let server = lease.server();
     let serving = std::thread::spawn(move || {
         let mut asked = 0;
@@ -131,7 +128,7 @@ fn a_server_ends_when_the_exporter_hangs_up() {
 #[test]
 fn an_export_serves_one_import() {
     let (lease, export) = pair().unwrap();
-    lease.offer(&offer(1)).unwrap();
+    lease.offer(&offer(1), &[]).unwrap();
     let again = export.try_clone().unwrap();
     let (_tie, _) = Tie::open(export).unwrap();
     assert_eq!(Tie::open(again).unwrap_err(), ShareFault::Used);
@@ -149,14 +146,26 @@ fn opened_with(bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<Offer, Sh
 
 #[test]
 fn headers_are_checked() {
-    let good = offer(2).encode();
+    let good = offer(2).encode(&[]);
     assert_eq!(opened_with(&good, &[]), Ok(offer(2)));
+    let file = memory();
+    let piece = Piece { start: 0, bytes: GRANULE };
+    for count in 0..4 {
+        let with = offer(2).encode(&vec![piece; count]);
+        for descriptors in 0..4 {
+            let opened = opened_with(&with, &vec![file.as_fd(); descriptors]);
+            assert_eq!(opened.is_ok(), descriptors == count && count <= 2, "{count} with {descriptors}: {opened:?}");
+        }
+    }
     let malformed = |result: Result<Offer, ShareFault>| matches!(result, Err(ShareFault::Malformed(_)));
     for length in 1..good.len() {
         assert!(malformed(opened_with(&good[..length], &[])), "{length}");
     }
     assert!(malformed(opened_with(&[&good[..], &[0]].concat(), &[])));
     assert!(malformed(opened_with(&[9; LONGEST + 1], &[])));
+    let mut other = good.clone();
+    other[20] = 1;
+    assert!(malformed(opened_with(&other, &[])), "a handle that is not there");
     let mut other = good.clone();
     other[8] = 2;
     assert_eq!(opened_with(&other, &[]), Err(ShareFault::OtherVersion { theirs: 2, ours: 1 }));
@@ -174,9 +183,9 @@ fn headers_are_checked() {
         Offer { size: 0, len: 0, ..base },
         Offer { len: base.size + 1, ..base },
     ] {
-        assert!(malformed(opened_with(&wrong.encode(), &[])), "{wrong:?}");
+        assert!(malformed(opened_with(&wrong.encode(&[]), &[])), "{wrong:?}");
     }
-    assert_eq!(opened_with(&Offer { len: 0, ..base }.encode(), &[]), Ok(Offer { len: 0, ..base }));
+    assert_eq!(opened_with(&Offer { len: 0, ..base }.encode(&[]), &[]), Ok(Offer { len: 0, ..base }));
 }
 
 #[test]
@@ -204,7 +213,7 @@ fn handles_are_checked_and_their_descriptors_closed() {
     let held = |of: u64| open().filter(|entry| std::fs::metadata(entry.path()).is_ok_and(|m| ino(&m) == of)).count();
     for (bytes, descriptors) in &cases {
         let (ours, theirs) = socket::pair().unwrap();
-        socket::send(ours.as_fd(), &offer(2).encode(), &[]).unwrap();
+        socket::send(ours.as_fd(), &offer(2).encode(&[]), &[]).unwrap();
         let (mut tie, _) = Tie::open(theirs).unwrap();
         socket::send(ours.as_fd(), bytes, descriptors).unwrap();
         let error = tie.next().unwrap_err();
@@ -212,7 +221,7 @@ fn handles_are_checked_and_their_descriptors_closed() {
     }
     // More descriptors than any message may carry are cut off by the system.
     let (ours, theirs) = socket::pair().unwrap();
-    socket::send(ours.as_fd(), &offer(2).encode(), &[]).unwrap();
+    socket::send(ours.as_fd(), &offer(2).encode(&[]), &[]).unwrap();
     let (mut tie, _) = Tie::open(theirs).unwrap();
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(BATCH + 8))];
     let mut control = rustix::net::SendAncillaryBuffer::new(&mut space);

@@ -15,26 +15,27 @@ pub(crate) struct Tie {
     socket: OwnedFd,
     /// The process that imports: a forked child has a copy, whose end means nothing.
     owner: i32,
-    /// The next batch must be asked for: the first one is there.
-    asks: bool,
+    /// Handles that came with the offer.
+    first: Vec<(Piece, OwnedFd)>,
 }
 
 impl Tie {
     /// Takes the descriptor of an export, and what it offers.
     pub(crate) fn open(export: OwnedFd) -> Result<(Self, Offer), ShareFault> {
-        let tie = Self { socket: export, owner: getpid().as_raw_pid(), asks: false };
+        let mut tie = Self { socket: export, owner: getpid().as_raw_pid(), first: Vec::new() };
         let mut bytes = [0; LONGEST];
         // Queued before the descriptor was given away, so that nothing is waited for.
-        let received = match receive(tie.socket.as_fd(), &mut bytes) {
+        let Received { len, descriptors } = match receive(tie.socket.as_fd(), &mut bytes) {
             Ok(received) => received,
             Err(Errno::AGAIN) => return Err(ShareFault::Used),
             Err(Errno::NOTSOCK) => return Err(malformed("it is no socket")),
             Err(error) => return Err(broken(error)),
         };
-        if received.len == 0 {
+        if len == 0 {
             return Err(ShareFault::Ended);
         }
-        let offer = Offer::decode(&bytes[..received.len])?;
+        let (offer, first) = Offer::decode(&bytes[..len], descriptors.len())?;
+        tie.first = first.into_iter().zip(descriptors).collect();
         Ok((tie, offer))
     }
 
@@ -63,9 +64,10 @@ impl Tie {
 
     /// The next handles, in address order.
     pub(crate) fn next(&mut self) -> Result<Vec<(Piece, OwnedFd)>, ShareFault> {
-        if std::mem::replace(&mut self.asks, true) {
-            send(self.socket.as_fd(), &Said::Next.encode(), &[]).map_err(broken)?;
+        if !self.first.is_empty() {
+            return Ok(std::mem::take(&mut self.first));
         }
+        send(self.socket.as_fd(), &Said::Next.encode(), &[]).map_err(broken)?;
         let mut bytes = [0; LONGEST];
         let Received { len, descriptors } = match receive(self.socket.as_fd(), &mut bytes) {
             Err(Errno::AGAIN) => {

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use xseg::backend::host::{HostBackend, HostOptions};
 use xseg::units::KIB;
 use xseg::{Allocation, Heap, Imported, StreamId};
@@ -64,6 +65,16 @@ pub fn places(bytes: u64) -> impl Iterator<Item = u64> {
 /// Open descriptors, the one for looking included.
 pub fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+/// Waits until no more than so many descriptors are open: a thread that handed over handles closes its own as it ends.
+#[track_caller]
+pub fn no_more_than(open: usize) {
+    let start = Instant::now();
+    while descriptors() > open {
+        assert!(start.elapsed() < Duration::from_secs(10), "{} descriptors are open, not {open}", descriptors());
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// Nothing but so many reservations (and the events of epochs, which come and go).
