@@ -56,6 +56,8 @@ typedef enum xseg_status {
   XSEG_INTERNAL = 12,
   // A file cannot be written; the text says why.
   XSEG_IO = 13,
+  // Memory could not be given to or taken from another process.
+  XSEG_SHARE = 14,
 } xseg_status;
 
 // What happens to a mapping.
@@ -74,7 +76,7 @@ typedef enum xseg_region_state {
   XSEG_LIVE = 0,
   // Free memory.
   XSEG_FREE = 1,
-  // Freed, waiting for the streams that it was declared used on.
+  // Freed, waiting for the streams that it was declared used on, or for other processes that imported it.
   XSEG_PENDING = 2,
   // Still mapped, but its memory was given to another address.
   XSEG_ZOMBIE = 3,
@@ -145,6 +147,18 @@ typedef struct xseg_region {
   uint32_t small;
 } xseg_region;
 
+// Part of a piece of physical memory that another process may map.
+typedef struct xseg_exported_handle {
+  // A descriptor, which the caller closes.
+  int fd;
+  // First byte of the part in what the descriptor stands for.
+  uint64_t offset;
+  // Bytes of the part.
+  uint64_t bytes;
+  // Bytes of the whole piece, which is what an importer maps.
+  uint64_t handle_bytes;
+} xseg_exported_handle;
+
 // What a heap did and holds. Sizes in bytes. Exact when no other thread is at work on the heap. Later versions add
 // fields at the end.
 typedef struct xseg_statistics {
@@ -174,7 +188,8 @@ typedef struct xseg_statistics {
   uint64_t partly_live_granules;
   // Granules that small blocks hold with less than a quarter of their bytes live (internal fragmentation).
   uint64_t pinned_by_small;
-  // Bytes that freed blocks hold until the streams they were declared used on have passed.
+  // Bytes that freed blocks hold until the streams they were declared used on have passed and imports by other
+  // processes have ended.
   uint64_t pending;
   // Bytes of addresses whose memory was moved away and that are still mapped.
   uint64_t zombie;
@@ -242,6 +257,10 @@ typedef struct xseg_statistics {
   uint64_t nanos_reserve;
   // Host memory that the heap's tables hold, without untouched pages.
   uint64_t metadata_bytes;
+  // Bytes of blocks that other processes may use, live or pending.
+  uint64_t exported;
+  // Bytes of other processes' blocks that are mapped here; they count nowhere else.
+  uint64_t imported;
 } xseg_statistics;
 
 // What blocks with a tag take up on a device. Sizes in bytes.
@@ -503,6 +522,67 @@ enum xseg_status xseg_regions(xseg_heap *handle,
                               struct xseg_region *regions,
                               size_t capacity,
                               size_t *count);
+
+// Descriptors of the memory behind a block, one for each piece in address order. `count` gets how many there are; the first
+// `capacity` of them are written to `handles`, which may be null where `capacity` is 0. While another process uses the
+// memory, keep the block; `xseg_export` sees to that by itself.
+//
+// What the caller promises:
+// `handles` is valid for writing `capacity` of them; `count` is null or valid for writing.
+enum xseg_status xseg_export_handles(xseg_heap *heap,
+                                     const void *block,
+                                     struct xseg_exported_handle *handles,
+                                     size_t capacity,
+                                     size_t *count);
+
+// Exports a block for one import by another process: `fd` gets a descriptor, which the other process gives to `xseg_import`.
+// It may be sent over a Unix socket or inherited (`FD_CLOEXEC` is set); the caller closes its own copy. The block may be freed
+// at any time afterwards: its memory goes to nobody else until the import has ended, by the importer's word or with its
+// process, which is looked at by `xseg_tick` and the like. What the importer reads must have been written before.
+//
+// What the caller promises:
+// `fd` is null or valid for writing.
+enum xseg_status xseg_export(xseg_heap *heap,
+                             const void *block,
+                             int *fd);
+
+// As `xseg_export`, sent over a connected Unix socket, from which the other process takes it by `xseg_import_receive`.
+//
+// What the caller promises:
+// No other thread closes `socket` meanwhile.
+enum xseg_status xseg_export_send(xseg_heap *heap, const void *block, int socket);
+
+// Maps a block that another process exported; `address` gets where it starts and `bytes`, which may be null, its length. The
+// descriptor is the library's from now on, also after an error. The memory counts towards no limit of this heap.
+//
+// What the caller promises:
+// `fd` is the caller's to give away; `address` and `bytes` are null or valid for writing.
+enum xseg_status xseg_import(xseg_heap *heap,
+                             int fd,
+                             void **address,
+                             uint64_t *bytes);
+
+// As `xseg_import`, of what `xseg_export_send` sent over a Unix socket. Waits for it 10 s at most.
+//
+// What the caller promises:
+// No other thread closes `socket` meanwhile; `address` and `bytes` are null or valid for writing.
+enum xseg_status xseg_import_receive(xseg_heap *heap, int socket, void **address, uint64_t *bytes);
+
+// Ends an import by its address. Never waits: it is unmapped, and the exporter told, when work that was queued before has
+// passed, which is looked at by `xseg_tick` and the like.
+//
+// What the caller promises:
+// No work that is queued after the call uses the memory.
+enum xseg_status xseg_import_end(xseg_heap *heap,
+                                 void *address);
+
+// As `xseg_import_end`, and waits until it is unmapped, at most `wait_limit` of the policy. With `XSEG_SHARE` for an import
+// that work still uses it has ended all the same, and is unmapped later.
+//
+// What the caller promises:
+// As `xseg_import_end`.
+enum xseg_status xseg_import_close(xseg_heap *heap,
+                                   void *address);
 
 // Fills `statistics`, as far as both the program and the library know its fields.
 //

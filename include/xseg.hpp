@@ -84,6 +84,48 @@ class Block {
   void* address_ = nullptr;
 };
 
+/// A block of another process, mapped until this ends. It must not outlive its heap.
+class Import {
+ public:
+  Import() noexcept = default;
+  Import(Import&& other) noexcept
+      : heap_(other.heap_), address_(std::exchange(other.address_, nullptr)), bytes_(other.bytes_) {}
+  Import& operator=(Import&& other) noexcept {
+    if (this != &other) {
+      reset();
+      heap_ = other.heap_;
+      address_ = std::exchange(other.address_, nullptr);
+      bytes_ = other.bytes_;
+    }
+    return *this;
+  }
+  Import(const Import&) = delete;
+  Import& operator=(const Import&) = delete;
+  ~Import() { reset(); }
+
+  void* get() const noexcept { return address_; }
+  std::uint64_t size() const noexcept { return bytes_; }
+  explicit operator bool() const noexcept { return address_ != nullptr; }
+
+  /// Ends it; it is unmapped when work that was queued before has passed.
+  void reset() noexcept {
+    if (address_ != nullptr) xseg_import_end(heap_, std::exchange(address_, nullptr));
+  }
+  /// Ends it and waits until it is unmapped.
+  void close() {
+    if (address_ != nullptr) check(xseg_import_close(heap_, std::exchange(address_, nullptr)));
+  }
+
+ private:
+  friend class Heap;
+  Import(xseg_heap* heap, void* address, std::uint64_t bytes) noexcept
+      : heap_(heap), address_(address), bytes_(bytes) {}
+
+  xseg_heap* heap_ = nullptr;
+  void* address_ = nullptr;
+  std::uint64_t bytes_ = 0;
+};
+
 /// A heap, destroyed with all of its memory when it ends. Any thread may use it.
 class Heap {
  public:
@@ -111,6 +153,16 @@ class Heap {
     void* address = nullptr;
     check(xseg_alloc(heap_, bytes, stream, &address));
     return Block(heap_, address);
+  }
+
+  /// Sends a block to another process over a connected Unix socket.
+  void send(const Block& block, int socket) const { check(xseg_export_send(heap_, block.get(), socket)); }
+  /// Maps the block that another process sends over a Unix socket.
+  Import receive(int socket) const {
+    void* address = nullptr;
+    std::uint64_t bytes = 0;
+    check(xseg_import_receive(heap_, socket, &address, &bytes));
+    return Import(heap_, address, bytes);
   }
 
   xseg_statistics stats() const {

@@ -2,6 +2,7 @@
 
 use crate::units::human;
 use std::fmt;
+use std::time::Duration;
 
 /// Result of the library.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -99,6 +100,8 @@ pub struct OutOfMemory {
     pub largest_free: u64,
     /// Free bytes that the asking stream may not take yet: freed on other streams, not proven passed.
     pub waiting: u64,
+    /// Bytes of freed blocks that other processes may still use.
+    pub exported: u64,
     /// Free bytes in handles that live blocks hold (a handle cannot be split).
     pub partly_live: u64,
     /// Free bytes inside pinned ranges.
@@ -129,6 +132,9 @@ impl fmt::Display for OutOfMemory {
             human(self.pinned),
             human(self.captured),
         )?;
+        if self.exported > 0 {
+            write!(f, "; {} of freed blocks are kept for other processes that imported them", human(self.exported))?;
+        }
         if let Some(driver) = &self.driver {
             write!(f, "; {driver}")?;
         }
@@ -201,6 +207,84 @@ pub enum Error {
     /// The heap was shut down.
     #[error("the heap was shut down")]
     ShutDown,
+    /// Memory could not be given to or taken from another process.
+    #[error("memory cannot be shared: {0}")]
+    Share(#[from] ShareFault),
+}
+
+/// Why memory is not shared with another process. Both sides are as before.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ShareFault {
+    /// The backend has no memory that another process could map.
+    #[error("the {backend} backend has no memory to share; use `backend:host` or `backend:cuda`")]
+    NoMemory {
+        /// Its name.
+        backend: &'static str,
+    },
+    /// The exporter's heap is on another backend.
+    #[error("it was exported from the {theirs} backend and this heap is on {ours}; import it with a heap on {theirs}")]
+    OtherBackend {
+        /// The exporter's.
+        theirs: &'static str,
+        /// The importer's.
+        ours: &'static str,
+    },
+    /// The memory is on another device than the importing heap.
+    #[error(
+        "it is on the device {}, this heap on {}; import it with a heap on that device, whose `peers` have access",
+        uuid(theirs),
+        uuid(ours)
+    )]
+    OtherDevice {
+        /// UUID of the exporter's device.
+        theirs: [u8; 16],
+        /// UUID of the importer's.
+        ours: [u8; 16],
+    },
+    /// The two processes' libraries speak differently.
+    #[error("the exporter speaks version {theirs} and this process {ours}; use one version of xseg in both")]
+    OtherVersion {
+        /// The exporter's.
+        theirs: u32,
+        /// This process's.
+        ours: u32,
+    },
+    /// What came is not what an exporter sends.
+    #[error("what came is no export: {0}")]
+    Malformed(String),
+    /// The descriptor was imported before: each stands for one import.
+    #[error("the export was imported already; export the block once for each import")]
+    Used,
+    /// The other process ended, or gave up, before everything was there.
+    #[error("the other process ended before all of it was there; export the block again")]
+    Ended,
+    /// The other process said nothing for so long.
+    #[error("nothing came from the other process for {} s; is it stopped?", .0.as_secs())]
+    Silent(Duration),
+    /// The exporter could not go on, and why.
+    #[error("the exporter could not go on: {0}")]
+    Refused(String),
+    /// There is no such import: it has ended, or the address is none of an import.
+    #[error("{address:#x} is the address of no open import")]
+    NoImport {
+        /// The address.
+        address: u64,
+    },
+    /// Work that may use the memory was not done in time, or cannot be waited for while a graph is captured.
+    #[error(
+        "work on this device may still use it; it ends by itself when that is done (`tick`, `trim`, or a later import)"
+    )]
+    InUse,
+    /// The system refused something.
+    #[error("{0}")]
+    System(String),
+}
+
+/// A UUID as NVIDIA's tools print it.
+fn uuid(bytes: &[u8; 16]) -> String {
+    let hex = |range: std::ops::Range<usize>| bytes[range].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    format!("GPU-{}-{}-{}-{}-{}", hex(0..4), hex(4..6), hex(6..8), hex(8..10), hex(10..16))
 }
 
 impl From<DriverError> for Error {

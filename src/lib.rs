@@ -49,6 +49,7 @@ mod policy;
 #[cfg(feature = "cli")]
 pub mod replay;
 mod segment;
+mod share;
 #[cfg(feature = "cli")]
 mod subjects;
 #[cfg(feature = "cli")]
@@ -64,7 +65,8 @@ pub use buffer::DeviceBuffer;
 pub use config::Config;
 pub use error::{Error, Result};
 pub use heap::{
-    Allocation, Heap, HeapBuilder, OutOfMemoryCallback, PoolId, Region, RegionState, Stats, StreamFilter, TrimReport,
+    Allocation, Export, Heap, HeapBuilder, Imported, OutOfMemoryCallback, PoolId, Region, RegionState, Stats,
+    StreamFilter, TrimReport,
 };
 
 /// The README's examples run as they stand.

@@ -78,6 +78,42 @@ fn scenarios_run_as_far_as_there_are_no_kernels() {
     assert_eq!(counts, [2, 1, 4, 3, 5, 3, 2, 1]);
 }
 
+/// The checks of one section, with whether they passed.
+fn checks_of(section: &str) -> Vec<(String, bool)> {
+    let driver = control::folder(&[]);
+    let out = tempfile::tempdir().unwrap();
+    let done = suite(driver.path(), &["--quick", "--only", section, "--out", out.path().to_str().unwrap()]);
+    let json = std::fs::read_dir(out.path()).unwrap().map(|entry| entry.unwrap().path());
+    let json = json.into_iter().find(|path| path.extension().is_some_and(|found| found == "json"));
+    let json = json.unwrap_or_else(|| panic!("{}", text(&done.stderr)));
+    let report: Value = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
+    let checks = report["sections"][0]["checks"].as_array().unwrap().iter();
+    checks.map(|check| (check["what"].as_str().unwrap().to_owned(), check["passed"] == true)).collect()
+}
+
+/// Two processes on the stand-in: all but what needs work under way.
+#[test]
+fn sharing_runs_as_far_as_there_are_no_kernels() {
+    let checks = checks_of("share");
+    let failed: Vec<&str> = checks.iter().filter(|check| !check.1).map(|check| check.0.as_str()).collect();
+    assert_eq!(failed, ["an import that is dropped under queued kernels stays until they are done"]);
+    let of = |words: &str| checks.iter().filter(|check| check.0.contains(words)).count();
+    let counts =
+        ["over 129 handles", "over 9 handles", "by the exporter first", "100 imports of", "is killed", "device 1"]
+            .map(of);
+    assert_eq!((checks.len(), counts), (16, [4, 4, 4, 1, 2, 1]));
+}
+
+#[test]
+fn several_devices_run_as_far_as_there_are_no_kernels() {
+    let checks = checks_of("several");
+    let (passed, failed): (Vec<_>, Vec<_>) = checks.iter().partition(|check| check.1);
+    assert_eq!((passed.len(), failed.len()), (8, 4), "{failed:?}");
+    for (check, _) in failed {
+        assert!(check.ends_with("given to nobody") || check.ends_with("keep nothing from it"), "{check}");
+    }
+}
+
 #[test]
 fn sections_are_chosen() {
     let driver = control::folder(&[]);

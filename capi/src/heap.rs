@@ -38,7 +38,7 @@ pub(crate) unsafe fn text<'a>(text: *const c_char, what: &str) -> Result<&'a str
     text.to_str().map_err(|_| Failure::argument(format!("`{what}` is not UTF-8")))
 }
 
-fn block(pointer: *const c_void) -> Result<u64, Failure> {
+pub(crate) fn block(pointer: *const c_void) -> Result<u64, Failure> {
     NonZeroU64::new(pointer.addr() as u64)
         .map(NonZeroU64::get)
         .ok_or_else(|| Failure::argument("the block is a null pointer"))

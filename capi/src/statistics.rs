@@ -36,7 +36,8 @@ pub struct xseg_statistics {
     pub partly_live_granules: u64,
     /// Granules that small blocks hold with less than a quarter of their bytes live (internal fragmentation).
     pub pinned_by_small: u64,
-    /// Bytes that freed blocks hold until the streams they were declared used on have passed.
+    /// Bytes that freed blocks hold until the streams they were declared used on have passed and imports by other
+    /// processes have ended.
     pub pending: u64,
     /// Bytes of addresses whose memory was moved away and that are still mapped.
     pub zombie: u64,
@@ -104,6 +105,10 @@ pub struct xseg_statistics {
     pub nanos_reserve: u64,
     /// Host memory that the heap's tables hold, without untouched pages.
     pub metadata_bytes: u64,
+    /// Bytes of blocks that other processes may use, live or pending.
+    pub exported: u64,
+    /// Bytes of other processes' blocks that are mapped here; they count nowhere else.
+    pub imported: u64,
 }
 
 impl From<&Stats> for xseg_statistics {
@@ -156,13 +161,15 @@ impl From<&Stats> for xseg_statistics {
             nanos_release: stats.driver_call_nanos.release,
             nanos_reserve: stats.driver_call_nanos.reserve,
             metadata_bytes: stats.metadata_bytes,
+            exported: stats.exported,
+            imported: stats.imported,
         }
     }
 }
 
 /// The same by name, for bindings in other languages.
 #[must_use]
-pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 46] {
+pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 48] {
     let filled = xseg_statistics::from(stats);
     [
         ("allocated", filled.allocated),
@@ -211,6 +218,8 @@ pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 46] {
         ("nanos_release", filled.nanos_release),
         ("nanos_reserve", filled.nanos_reserve),
         ("metadata_bytes", filled.metadata_bytes),
+        ("exported", filled.exported),
+        ("imported", filled.imported),
     ]
 }
 

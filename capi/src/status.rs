@@ -37,10 +37,12 @@ pub enum xseg_status {
     XSEG_INTERNAL = 12,
     /// A file cannot be written; the text says why.
     XSEG_IO = 13,
+    /// Memory could not be given to or taken from another process.
+    XSEG_SHARE = 14,
 }
 
 impl xseg_status {
-    const ALL: [(Self, &'static str); 14] = [
+    const ALL: [(Self, &'static str); 15] = [
         (Self::XSEG_OK, "XSEG_OK\0"),
         (Self::XSEG_OUT_OF_MEMORY, "XSEG_OUT_OF_MEMORY\0"),
         (Self::XSEG_ADDRESS_SPACE, "XSEG_ADDRESS_SPACE\0"),
@@ -55,6 +57,7 @@ impl xseg_status {
         (Self::XSEG_STALE_HANDLE, "XSEG_STALE_HANDLE\0"),
         (Self::XSEG_INTERNAL, "XSEG_INTERNAL\0"),
         (Self::XSEG_IO, "XSEG_IO\0"),
+        (Self::XSEG_SHARE, "XSEG_SHARE\0"),
     ];
 }
 
@@ -84,6 +87,7 @@ impl From<Error> for Failure {
             Error::Unavailable { .. } => xseg_status::XSEG_UNAVAILABLE,
             Error::Config(_) => xseg_status::XSEG_CONFIG,
             Error::ShutDown => xseg_status::XSEG_SHUT_DOWN,
+            Error::Share(_) => xseg_status::XSEG_SHARE,
             _ => xseg_status::XSEG_INTERNAL,
         };
         Self { status, why: error.to_string() }

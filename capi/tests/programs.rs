@@ -89,6 +89,12 @@ fn what_the_interface_promises() {
 }
 
 #[test]
+fn memory_of_several_processes() {
+    program("tests/programs/share.c", false, &[]);
+    program("tests/programs/share.cpp", false, &[]);
+}
+
+#[test]
 fn an_allocator_hook_throws() {
     program("tests/programs/throws.cpp", false, &[]);
 }

@@ -13,6 +13,7 @@ create_exception!(
 );
 create_exception!(xseg, ConfigError, Error, "A key or value of XSEG_CONF is wrong.");
 create_exception!(xseg, PointerError, Error, "An address that is no live block of the heap.");
+create_exception!(xseg, ShareError, Error, "Memory could not be given to or taken from another process.");
 
 /// The exception for an error of the library.
 pub(crate) fn raise(error: xseg::Error) -> PyErr {
@@ -21,6 +22,7 @@ pub(crate) fn raise(error: xseg::Error) -> PyErr {
         xseg::Error::OutOfMemory(_) => OutOfMemoryError::new_err(text),
         xseg::Error::Config(_) => ConfigError::new_err(text),
         xseg::Error::InvalidPointer { .. } => PointerError::new_err(text),
+        xseg::Error::Share(_) => ShareError::new_err(text),
         _ => Error::new_err(text),
     }
 }
@@ -30,5 +32,6 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("Error", py.get_type::<Error>())?;
     module.add("OutOfMemoryError", py.get_type::<OutOfMemoryError>())?;
     module.add("ConfigError", py.get_type::<ConfigError>())?;
-    module.add("PointerError", py.get_type::<PointerError>())
+    module.add("PointerError", py.get_type::<PointerError>())?;
+    module.add("ShareError", py.get_type::<ShareError>())
 }

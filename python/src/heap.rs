@@ -1,6 +1,8 @@
 //! Heaps and blocks as Python classes.
 
 use crate::errors::{PointerError, raise};
+use crate::memory::Range;
+use crate::share::{Export, Imported, descriptor};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use xseg::backend::BackendKind;
@@ -50,6 +52,25 @@ impl Heap {
     /// Free a block of `alloc_raw` by its address. Never waits. Raises PointerError.
     fn free(&self, address: u64) -> PyResult<()> {
         self.heap.free_raw(address).map_err(raise)
+    }
+
+    /// Export the block at `address` for one import by another process; see `Block.export`.
+    fn export(&self, address: u64) -> PyResult<Export> {
+        Ok(Export::new(self.heap.export(address).map_err(raise)?))
+    }
+
+    /// Map the block of an `Export` of another process, which is closed by it. Raises ShareError.
+    fn import_(&self, py: Python<'_>, export: &Export) -> PyResult<Imported> {
+        let export = export.take()?;
+        let imported = py.detach(|| self.heap.import(export)).map_err(raise)?;
+        Ok(Imported::new(imported, self.heap.backend().kind()))
+    }
+
+    /// Map the block that another process sends over a Unix socket by `Export.send`; waits 10 s at most. Raises ShareError.
+    fn receive(&self, py: Python<'_>, socket: &Bound<'_, PyAny>) -> PyResult<Imported> {
+        let socket = descriptor(socket)?;
+        let imported = py.detach(|| self.heap.receive(socket)).map_err(raise)?;
+        Ok(Imported::new(imported, self.heap.backend().kind()))
     }
 
     /// Work on `stream`, queued up to its free, uses the block at `address`.
@@ -186,6 +207,10 @@ impl Block {
         let found = self.found.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         found.as_ref().map(use_it).ok_or_else(|| PointerError::new_err("the block is closed"))
     }
+
+    fn range(&self) -> Range {
+        Range { address: self.address, bytes: self.bytes, kind: self.kind }
+    }
 }
 
 #[pymethods]
@@ -219,6 +244,12 @@ impl Block {
         self.live(|found| found.record_use(StreamId(stream)))?.map_err(raise)
     }
 
+    /// Export the block for one import by another process. It may be closed afterwards: its memory goes to nobody else until
+    /// the import has ended. Raises ShareError.
+    fn export(&self) -> PyResult<Export> {
+        Ok(Export::new(self.live(Allocation::export)?.map_err(raise)?))
+    }
+
     /// Free the block now; again is no error. Never waits.
     fn close(&self) {
         let taken = self.found.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
@@ -227,35 +258,15 @@ impl Block {
 
     /// The memory as a writable memoryview of bytes, on host memory only. It must not be used after the block is closed.
     fn view<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        let py = slf.py();
         let block = slf.get();
         block.live(|_| ())?;
-        if block.kind != BackendKind::Host {
-            return Err(pyo3::exceptions::PyTypeError::new_err(format!("the host cannot read {} memory", block.kind)));
-        }
-        let ctypes = py.import("ctypes")?;
-        let array = ctypes.getattr("c_ubyte")?.mul(block.bytes)?;
-        let array = array.call_method1("from_address", (block.address,))?;
-        array.setattr("_block", slf)?;
-        let view = py.import("builtins")?.getattr("memoryview")?.call1((array,))?;
-        view.call_method1("cast", ("B",))
+        block.range().view(slf)
     }
 
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let address = self.address()?;
-        if self.kind != BackendKind::Cuda {
-            return Err(pyo3::exceptions::PyAttributeError::new_err("the block is not on a GPU"));
-        }
-        let interface = PyDict::new(py);
-        interface.set_item("shape", PyTuple::new(py, [self.bytes])?)?;
-        interface.set_item("typestr", "|u1")?;
-        interface.set_item("data", (address, false))?;
-        interface.set_item("strides", py.None())?;
-        interface.set_item("version", 3)?;
-        // 1 is the legacy default stream; 0 is not allowed there.
-        interface.set_item("stream", self.stream.max(1))?;
-        Ok(interface)
+        self.live(|_| ())?;
+        self.range().interface(py, self.stream)
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {

@@ -2,6 +2,8 @@
 
 mod errors;
 mod heap;
+mod memory;
+mod share;
 
 // The C functions are exported from this library too: PyTorch's pluggable allocator takes a path to it.
 pub use xseg_capi::*;
@@ -41,6 +43,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("STATISTICS", pyo3::types::PyTuple::new(module.py(), named.map(|(name, _)| name))?)?;
     module.add_class::<heap::Heap>()?;
     module.add_class::<heap::Block>()?;
+    module.add_class::<share::Export>()?;
+    module.add_class::<share::Imported>()?;
     module.add_function(wrap_pyfunction!(cli, module)?)?;
     module.add_function(wrap_pyfunction!(check_conf, module)?)?;
     module.add_function(wrap_pyfunction!(header, module)?)?;

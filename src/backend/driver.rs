@@ -12,7 +12,7 @@ use crate::error::{DriverCall, DriverError};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -88,10 +88,17 @@ impl fmt::Debug for Driver {
 struct Known {
     /// Address → bytes.
     reservations: BTreeMap<u64, u64>,
-    /// Handle → bytes.
-    handles: BTreeMap<u64, u64>,
-    /// Address → bytes and handle.
-    mappings: BTreeMap<u64, (u64, u64)>,
+    /// Handle → bytes, and how often it was created or imported.
+    handles: BTreeMap<u64, (u64, u32)>,
+    mappings: BTreeMap<u64, Mapping>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Mapping {
+    bytes: u64,
+    handle: PhysicalAllocation,
+    /// Of an import: watchers are not told.
+    quiet: bool,
 }
 
 fn refused(call: DriverCall, why: &str) -> DriverError {
@@ -101,22 +108,26 @@ fn refused(call: DriverCall, why: &str) -> DriverError {
 impl Known {
     fn may_map(&self, at: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
         let end = at.checked_add(bytes).ok_or_else(|| refused(DriverCall::Map, "the range overflows"))?;
-        if self.handles.get(&handle.0) != Some(&bytes) {
+        if !self.has(handle, bytes) {
             return Err(refused(DriverCall::Map, "the handle does not exist in this size"));
         }
         let inside = self.reservations.range(..=at).next_back().is_some_and(|(start, len)| end <= start + len);
         if !inside {
             return Err(refused(DriverCall::Map, "the range is not in one reservation"));
         }
-        let free = self.mappings.range(..end).next_back().is_none_or(|(start, (len, _))| start + len <= at);
+        let free = self.mappings.range(..end).next_back().is_none_or(|(start, found)| start + found.bytes <= at);
         if free { Ok(()) } else { Err(refused(DriverCall::Map, "something is mapped there")) }
     }
 
-    fn may_unmap(&self, at: u64, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
+    fn may_unmap(&self, at: u64, bytes: u64) -> Result<Mapping, DriverError> {
         match self.mappings.get(&at) {
-            Some((len, handle)) if *len == bytes => Ok(PhysicalAllocation(*handle)),
+            Some(found) if found.bytes == bytes => Ok(*found),
             _ => Err(refused(DriverCall::Unmap, "the range is not exactly one mapping")),
         }
+    }
+
+    fn has(&self, handle: PhysicalAllocation, bytes: u64) -> bool {
+        self.handles.get(&handle.0).is_some_and(|found| found.0 == bytes)
     }
 }
 
@@ -146,8 +157,9 @@ impl Driver {
         read(&self.nanos)
     }
 
-    fn tell(&self, change: MappingChange, address: u64, bytes: u64, handle: PhysicalAllocation) {
-        if !self.watchers.is_empty() {
+    fn tell(&self, change: MappingChange, address: u64, mapping: Mapping) {
+        let Mapping { bytes, handle, quiet } = mapping;
+        if !self.watchers.is_empty() && !quiet {
             let event = MappingEvent { change, address, bytes, handle, device: self.backend.device() };
             for watcher in &self.watchers {
                 // A panic half-way through a transaction would leave it undone for good.
@@ -206,12 +218,43 @@ impl Driver {
     /// Creates a handle.
     pub(crate) fn create(&self, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
         let handle = self.count(&[DriverCall::Create], bytes, || self.backend.create(bytes))?;
-        self.known.lock().handles.insert(handle.0, bytes);
+        self.known.lock().handles.insert(handle.0, (bytes, 1));
+        Ok(handle)
+    }
+
+    /// Takes a handle of another process. It counts as no creation.
+    pub(crate) fn import(&self, fd: BorrowedFd<'_>, start: u64, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
+        let mut known = self.known.lock();
+        let handle = self.backend.import(fd, start, bytes)?;
+        let entry = known.handles.entry(handle.0).or_insert((bytes, 0));
+        if entry.0 != bytes {
+            let known_bytes = entry.0;
+            // SAFETY: imported just now, and not named again.
+            unsafe { self.backend.release(handle, bytes) }?;
+            let why = format!("{bytes} bytes were announced for a handle that has {known_bytes}");
+            return Err(DriverError::new(DriverCall::Other, why));
+        }
+        entry.1 += 1;
         Ok(handle)
     }
 
     /// Maps a handle and makes it accessible; on failure nothing is mapped.
     pub(crate) fn map(&self, at: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+        self.map_as(at, Mapping { bytes, handle, quiet: false })
+    }
+
+    /// As [`Self::map`], of an import: its mappings are not announced, from here to [`Self::unmap`].
+    pub(crate) fn map_import(&self, at: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+        self.map_as(at, Mapping { bytes, handle, quiet: true })
+    }
+
+    /// Does a mapping start here?
+    pub(crate) fn is_mapped(&self, at: u64) -> bool {
+        self.known.lock().mappings.contains_key(&at)
+    }
+
+    fn map_as(&self, at: u64, mapping: Mapping) -> Result<(), DriverError> {
+        let Mapping { bytes, handle, .. } = mapping;
         let mut known = self.known.lock();
         known.may_map(at, handle, bytes)?;
         // SAFETY: I10: the range is in one reservation and nothing is mapped in it.
@@ -226,17 +269,17 @@ impl Driver {
             }
         }
         // After a second failure the mapping stays, and is known to.
-        known.mappings.insert(at, (bytes, handle.0));
+        known.mappings.insert(at, mapping);
         drop(known);
-        self.tell(MappingChange::Mapped, at, bytes, handle);
+        self.tell(MappingChange::Mapped, at, mapping);
         access
     }
 
     /// Unmaps one mapping that no queued or running work uses.
     pub(crate) fn unmap(&self, at: u64, bytes: u64) -> Result<(), DriverError> {
-        let handle = self.known.lock().may_unmap(at, bytes)?;
+        let mapping = self.known.lock().may_unmap(at, bytes)?;
         // Memory calls come from one thread at a time, so that what was looked up still holds afterwards.
-        self.tell(MappingChange::Unmapping, at, bytes, handle);
+        self.tell(MappingChange::Unmapping, at, mapping);
         let mut known = self.known.lock();
         // SAFETY: I10: exactly one mapping; I5: the caller has proof that its use has passed.
         let done = self.count(&[DriverCall::Unmap], bytes, || unsafe { self.backend.unmap(at, bytes) });
@@ -245,7 +288,7 @@ impl Driver {
             return Ok(());
         }
         drop(known);
-        self.tell(MappingChange::Kept, at, bytes, handle);
+        self.tell(MappingChange::Kept, at, mapping);
         done
     }
 
@@ -258,23 +301,23 @@ impl Driver {
         bytes: u64,
     ) -> Result<(), DriverError> {
         const CALLS: [DriverCall; 3] = [DriverCall::Map, DriverCall::SetAccess, DriverCall::Unmap];
-        {
+        let mapping = {
             let known = self.known.lock();
             known.may_map(to, handle, bytes)?;
-            known.may_unmap(from, bytes)?;
-        }
-        self.tell(MappingChange::Unmapping, from, bytes, handle);
+            known.may_unmap(from, bytes)?
+        };
+        self.tell(MappingChange::Unmapping, from, mapping);
         let mut known = self.known.lock();
         // SAFETY: I10: `to` is free addresses of one reservation, `from` exactly one mapping; I5 for its use.
         let done = self.count(&CALLS, bytes, || unsafe { self.backend.relocate(from, to, handle, bytes) });
         if done.is_ok() {
             known.mappings.remove(&from);
-            known.mappings.insert(to, (bytes, handle.0));
+            known.mappings.insert(to, mapping);
         }
         drop(known);
         match &done {
-            Ok(()) => self.tell(MappingChange::Mapped, to, bytes, handle),
-            Err(_) => self.tell(MappingChange::Kept, from, bytes, handle),
+            Ok(()) => self.tell(MappingChange::Mapped, to, mapping),
+            Err(_) => self.tell(MappingChange::Kept, from, mapping),
         }
         done
     }
@@ -291,13 +334,34 @@ impl Driver {
 
     /// Releases a handle that has no mapping.
     pub(crate) fn release(&self, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+        // SAFETY: `release_by` passes on what may be released.
+        self.release_by(handle, bytes, |backend| unsafe { backend.release(handle, bytes) })
+    }
+
+    /// As [`Self::release`], of memory that other processes may have mapped.
+    pub(crate) fn release_shared(&self, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+        // SAFETY: as above.
+        self.release_by(handle, bytes, |backend| unsafe { backend.release_shared(handle, bytes) })
+    }
+
+    /// I10: the handle came from `create` or `import` with this size, and its name is dropped with its last use.
+    fn release_by(
+        &self,
+        handle: PhysicalAllocation,
+        bytes: u64,
+        release: impl FnOnce(&dyn Backend) -> Result<(), DriverError>,
+    ) -> Result<(), DriverError> {
         let mut known = self.known.lock();
-        if known.handles.get(&handle.0) != Some(&bytes) {
+        if !known.has(handle, bytes) {
             return Err(refused(DriverCall::Release, "the handle does not exist in this size"));
         }
-        // SAFETY: I10: it came from `create` with this size, and its name is dropped below.
-        self.count(&[DriverCall::Release], bytes, || unsafe { self.backend.release(handle, bytes) })?;
-        known.handles.remove(&handle.0);
+        self.count(&[DriverCall::Release], bytes, || release(&*self.backend))?;
+        if let Some(entry) = known.handles.get_mut(&handle.0) {
+            entry.1 = entry.1.saturating_sub(1);
+            if entry.1 == 0 {
+                known.handles.remove(&handle.0);
+            }
+        }
         Ok(())
     }
 }

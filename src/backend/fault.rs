@@ -5,7 +5,7 @@ use super::{
 };
 use crate::error::{DriverCall, DriverError, Error};
 use parking_lot::Mutex;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -275,6 +275,19 @@ impl<B: Backend + ?Sized> Backend for FaultyBackend<B> {
     unsafe fn export(&self, handle: PhysicalAllocation) -> Result<(OwnedFd, u64), DriverError> {
         // SAFETY: the caller's promise holds for the backend behind.
         self.pass(DriverCall::Other, (0, 0), false, |b| unsafe { b.export(handle) })
+    }
+
+    fn device_id(&self) -> [u8; 16] {
+        self.inner.device_id()
+    }
+
+    fn import(&self, fd: BorrowedFd<'_>, start: u64, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
+        self.pass(DriverCall::Other, (0, bytes), false, |b| b.import(fd, start, bytes))
+    }
+
+    unsafe fn release_shared(&self, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+        // SAFETY: the caller's promise holds for the backend behind.
+        self.pass(DriverCall::Release, (0, bytes), false, |b| unsafe { b.release_shared(handle, bytes) })
     }
 
     fn now(&self) -> Duration {

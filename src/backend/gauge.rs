@@ -10,7 +10,7 @@ use super::{
 use crate::error::{DriverCall, DriverError, Error};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, HashMap};
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -287,6 +287,24 @@ impl Backend for GaugeBackend {
     unsafe fn export(&self, handle: PhysicalAllocation) -> Result<(OwnedFd, u64), DriverError> {
         // SAFETY: passed on to the caller.
         unsafe { self.inner.export(handle) }
+    }
+
+    fn device_id(&self) -> [u8; 16] {
+        self.inner.device_id()
+    }
+
+    fn import(&self, fd: BorrowedFd<'_>, start: u64, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
+        let handle = self.inner.import(fd, start, bytes)?;
+        self.reserved.fetch_add(bytes, Relaxed);
+        Ok(handle)
+    }
+
+    unsafe fn release_shared(&self, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+        // SAFETY: passed on to the caller.
+        self.count(&[DriverCall::Release], bytes, || unsafe { self.inner.release_shared(handle, bytes) })?;
+        self.reserved.fetch_sub(bytes, Relaxed);
+        self.picture.lock().released(handle);
+        Ok(())
     }
 
     fn now(&self) -> Duration {

@@ -10,7 +10,7 @@ pub use watch::{MappingCallback, MappingChange, MappingEvent};
 
 use crate::error::{DriverError, Error};
 use std::fmt;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -196,7 +196,7 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Releases `handle`.
     ///
     /// # Safety
-    /// `handle` came from [`Backend::create`] with `bytes`, and is not named again.
+    /// `handle` came from [`Backend::create`] or [`Backend::import`] with `bytes`, and is not named again.
     unsafe fn release(&self, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError>;
 
     /// Moves a mapping: afterwards `handle` is mapped and accessible at `to`, and `from` is unmapped.
@@ -290,6 +290,29 @@ pub trait Backend: Send + Sync + fmt::Debug {
     unsafe fn export(&self, _handle: PhysicalAllocation) -> Result<(OwnedFd, u64), DriverError> {
         let why = format!("the {} backend has no memory to export", self.kind());
         Err(DriverError::new(crate::error::DriverCall::Other, why))
+    }
+
+    /// Tells the device from all others that a descriptor could reach: two processes share memory only where they agree
+    /// (a GPU's UUID). Zeros: there is one such device, or nobody knows.
+    fn device_id(&self) -> [u8; 16] {
+        [0; 16]
+    }
+
+    /// Takes memory of another process by a descriptor of its [`Backend::export`], where in that the handle starts, and the
+    /// handle's bytes. No memory is created; the result is mapped, unmapped and released as one of [`Backend::create`].
+    /// The descriptor may be closed afterwards. Importing a handle twice may give the same name twice, each to be released.
+    fn import(&self, _fd: BorrowedFd<'_>, _start: u64, _bytes: u64) -> Result<PhysicalAllocation, DriverError> {
+        let why = format!("the {} backend imports no memory", self.kind());
+        Err(DriverError::new(crate::error::DriverCall::Other, why))
+    }
+
+    /// As [`Backend::release`], of memory that other processes have mapped: it lives until they let go of it.
+    ///
+    /// # Safety
+    /// As [`Backend::release`].
+    unsafe fn release_shared(&self, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+        // SAFETY: the caller's.
+        unsafe { self.release(handle, bytes) }
     }
 
     /// Time since some fixed moment, for policies with durations. Not called on the hot path.

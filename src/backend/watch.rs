@@ -32,7 +32,7 @@ pub struct MappingEvent {
 }
 
 /// A function that is told of every mapping that a heap makes and unmaps, also at shutdown, in the order in
-/// which the driver is called, by the thread that calls it.
+/// which the driver is called, by the thread that calls it; not of those of imports ([`crate::Heap::import`]).
 ///
 /// It runs under the heap's driver lock and no other: threads that need no driver call go on meanwhile. It
 /// may take locks of its own and call the driver, but not the heap, which would wait for itself; of the two

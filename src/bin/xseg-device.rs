@@ -6,7 +6,7 @@
 mod device_suite;
 
 use clap::Parser;
-use device_suite::{Peers, Report, SECTIONS, Suite, report, scenarios};
+use device_suite::{Peers, Report, SECTIONS, Suite, report, scenarios, share};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use xseg::peers::Limits;
@@ -54,7 +54,7 @@ struct Arguments {
     /// No search for the least memory in the section peers.
     #[arg(long)]
     no_least: bool,
-    /// Run as a process of the scenarios, which start this program again.
+    /// Run as a process of the sections scenarios and share, which start this program again.
     #[arg(long, hide = true)]
     child: Option<String>,
 }
@@ -71,7 +71,8 @@ fn main() -> ExitCode {
         eprintln!("xseg-device: there is no section {name}; {}", sections());
         return ExitCode::from(2);
     }
-    let done = match &arguments.child {
+    let done = match arguments.child.as_deref() {
+        Some(share::KIND) => share::child(arguments.device).map(|()| true).map_err(Into::into),
         Some(kind) => scenarios::process::child(arguments.device, kind).map(|()| true).map_err(Into::into),
         None => run(&arguments),
     };

@@ -14,6 +14,7 @@ pub(crate) mod replay;
 pub(crate) mod report;
 pub(crate) mod scenarios;
 pub(crate) mod several;
+pub(crate) mod share;
 
 pub(crate) use peers::Peers;
 pub(crate) use report::Report;
@@ -49,6 +50,7 @@ pub(crate) const SECTIONS: &[Entry] = &[
     Entry { name: "speed", what: "growth and remapping through the heap beside bare loops", run: heap::speed },
     Entry { name: "pairs", what: "pairs of an allocation and a free, beside other allocators", run: peers::pairs },
     Entry { name: "scenarios", what: "patterns from public reports, on this device", run: scenarios::run },
+    Entry { name: "share", what: "memory that two processes use: kernels of both, ends in any order", run: share::run },
     Entry { name: "several", what: "several GPUs of one host: peers, a heap on each, copies", run: several::run },
     Entry { name: "replay", what: "the traces, stamped and checked by kernels", run: replay::verified },
     Entry { name: "ballast", what: "the traces in the least memory that sim needs", run: replay::ballast },

@@ -6,9 +6,10 @@ use super::scenarios::refused;
 use super::{Suite, median, micros, timed};
 use cudarc::driver::{CudaContext, result};
 use std::sync::Arc;
+use std::time::Duration;
 use xseg::backend::cuda::memory::Kernels;
 use xseg::backend::cuda::{CudaBackend, CudaOptions};
-use xseg::backend::{Backend, StreamId};
+use xseg::backend::{Backend, EventScope, StreamId};
 use xseg::units::{MIB, human};
 use xseg::{Allocation, Error, Heap};
 
@@ -51,6 +52,25 @@ impl Drop for Device {
     }
 }
 
+/// A further stream of a device.
+struct Stream<'a> {
+    device: &'a Device,
+    id: StreamId,
+}
+
+impl<'a> Stream<'a> {
+    fn new(device: &'a Device) -> Result<Self, Error> {
+        Ok(Self { device, id: device.backend.create_stream()? })
+    }
+}
+
+impl Drop for Stream<'_> {
+    fn drop(&mut self) {
+        // SAFETY: created by `new`; the driver ends it when its work is done.
+        let _ = unsafe { self.device.backend.destroy_stream(self.id) };
+    }
+}
+
 /// Runs the section; on a machine with one GPU it says so.
 ///
 /// # Errors
@@ -71,6 +91,7 @@ pub(crate) fn run(suite: &Suite) -> Result<Section, Error> {
     );
     peer_access(&here, &there, &mut section)?;
     wrong_device(&here, &there, &mut section)?;
+    right_streams(&here, &there, &mut section)?;
     copies(&here, &there, &mut section)?;
     cost(suite, &others, &mut section)?;
     Ok(section)
@@ -151,6 +172,80 @@ fn wrong_device(here: &Device, there: &Device, section: &mut Section) -> Result<
         section.check(&name, found, wrong == 0 && sound && trimmed > 0);
     }
     Ok(())
+}
+
+/// Whose work stands in the way of memory: that of the heap's device, whichever device is current and however busy that is.
+fn right_streams(here: &Device, there: &Device, section: &mut Section) -> Result<(), Error> {
+    const BYTES: u64 = 200 * MIB;
+    const BUSY: u64 = 400_000_000;
+    let run = |device: &Device, other: &Device, current: &Arc<CudaContext>| -> Result<[(String, bool); 2], Error> {
+        current.bind_to_thread().map_err(refused)?;
+        let heap = device.heap("limit:600MiB,growth:exact")?;
+        let second = Stream::new(device)?;
+        let block = heap.alloc(BYTES, device.stream)?;
+        let address = block.address();
+        // SAFETY: a stream of this device; the kernel touches no memory. Here and below.
+        unsafe { device.kernels.spin(device.stream, BUSY) }?;
+        device.fill(&block, 1)?;
+        let event = device.backend.record(EventScope::Stream(device.stream))?;
+        drop(block);
+        let early = heap.trim().released;
+        // Another stream of the device gets other memory, and the freeing one the same.
+        let elsewhere = heap.alloc(BYTES, second.id)?;
+        let same = heap.alloc(BYTES, device.stream)?;
+        let apart = elsewhere.address() != address && same.address() == address;
+        let queued = !device.backend.is_done(&event)?;
+        device.backend.recycle(event);
+        drop((elsewhere, same));
+        device.backend.quiesce()?;
+        let late = released_soon(&heap, 2 * BYTES);
+        let found = format!(
+            "{} and then {} given back, kernels queued at the first: {queued}, apart: {apart}",
+            human(early),
+            human(late)
+        );
+        let own = (found, early == 0 && queued && apart && late == 2 * BYTES);
+
+        // SAFETY: a stream of the other device.
+        unsafe { other.kernels.spin(other.stream, BUSY) }?;
+        let event = other.backend.record(EventScope::Stream(other.stream))?;
+        let block = heap.alloc(BYTES, device.stream)?;
+        device.fill(&block, 2)?;
+        drop(block);
+        device.backend.quiesce()?;
+        let given = released_soon(&heap, BYTES);
+        let queued = !other.backend.is_done(&event)?;
+        other.backend.recycle(event);
+        other.backend.quiesce()?;
+        let found = format!("{} given back, kernels queued on the current device: {queued}", human(given));
+        Ok([own, (found, given == BYTES && queued && heap.check().is_ok())])
+    };
+    for (device, other) in [(here, there), (there, here)] {
+        let context = CudaContext::new(other.backend.device() as usize).map_err(refused)?;
+        let (of_heap, of_thread) = (device.backend.device(), other.backend.device());
+        let done = std::thread::scope(|scope| {
+            let joined = scope.spawn(|| run(device, other, &context)).join();
+            joined.map_err(|_| Error::InvalidArgument("a thread panicked".into()))?
+        });
+        let [(own_found, own), (other_found, free)] = done?;
+        let heap = format!("device {of_heap}'s heap with device {of_thread} current");
+        section.check(&format!("{heap}: memory under its own device's kernels is given to nobody"), own_found, own);
+        section.check(&format!("{heap}: kernels of the current device keep nothing from it"), other_found, free);
+    }
+    Ok(())
+}
+
+/// Trims until so much was given back, for a tenth of a second: an event needs a moment to be seen done.
+fn released_soon(heap: &Heap, bytes: u64) -> u64 {
+    let mut released = 0;
+    for _ in 0..100 {
+        released += heap.trim().released;
+        if released >= bytes {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    released
 }
 
 /// Copies from one device's heap to the other's, where the target may be reached and where it may not.

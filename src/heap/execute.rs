@@ -262,9 +262,10 @@ impl Inner {
         segment.restore(one.node, one.stamp, self.epochs.passed(), |granule| slow.physical.mapped.contains(granule));
     }
 
-    /// Unmaps zombies whose use has passed.
+    /// Unmaps zombies, and imports that were ended, whose use has passed.
     pub(crate) fn reap(&self, slow: &mut Slow) {
         let passed = self.epochs.passed();
+        self.end_imports(slow, passed);
         let mut index = 0;
         while index < slow.physical.zombies.len() {
             let zombie = slow.physical.zombies[index];

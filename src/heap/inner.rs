@@ -1,9 +1,11 @@
 //! The shared state of a heap, and the locks.
 //!
 //! Lock order: driver lock (`slow`) before a segment's lock; never two segments' locks at once; the
-//! list of pending frees, the epochs' queue and the peaks are innermost. Nothing is held while waiting.
+//! list of pending frees, the epochs' queue, exports, imports and the peaks are innermost. Nothing is held while waiting.
 #![forbid(unsafe_code)]
 
+use super::export::Exports;
+use super::import::Imports;
 use super::pools::Pools;
 use super::space::Space;
 use super::stats::Counters;
@@ -55,6 +57,8 @@ pub(crate) struct Pending {
     /// What must complete; where an event was refused, the epoch of the stamp must pass instead.
     pub(crate) events: Vec<Event>,
     pub(crate) refused: bool,
+    /// First unit of the block: it waits for imports that are open too.
+    pub(crate) unit: u32,
 }
 
 /// A stream that a live block was declared used on.
@@ -80,6 +84,25 @@ pub(crate) struct Slow {
     pub(crate) idle_since: HashMap<HandleId, (u32, u64)>,
 }
 
+impl Slow {
+    /// Keeps a range of granules in place.
+    pub(super) fn pin(&mut self, range: std::ops::Range<u32>) {
+        self.physical.pinned.set(range.clone(), true);
+        self.pins.push(range);
+    }
+
+    /// Ends one [`Self::pin`] of the range; false: there is none.
+    pub(super) fn unpin(&mut self, range: &std::ops::Range<u32>) -> bool {
+        let Some(at) = self.pins.iter().position(|pin| pin == range) else { return false };
+        self.pins.swap_remove(at);
+        self.physical.pinned.set(range.clone(), false);
+        for pin in &self.pins {
+            self.physical.pinned.set(pin.clone(), true);
+        }
+        true
+    }
+}
+
 /// Called with the bytes asked for before an out-of-memory error; says whether it freed any.
 pub(crate) type Callback = Arc<dyn Fn(u64) -> bool + Send + Sync>;
 
@@ -103,6 +126,9 @@ pub(crate) struct Inner {
     pub(crate) pending: Mutex<VecDeque<Pending>>,
     /// Streams that a live block was declared used on, by its first unit.
     uses: Mutex<HashMap<u32, Vec<Use>>>,
+    /// What other processes may use of this heap's memory, and what this one uses of others'.
+    pub(super) exports: Mutex<Exports>,
+    pub(super) imports: Mutex<Imports>,
     pub(crate) counters: Counters,
     pub(crate) peaks: Peaks,
     pub(crate) quiesce: bool,
@@ -160,6 +186,8 @@ impl Inner {
             slow: Mutex::new(slow),
             pending: Mutex::default(),
             uses: Mutex::default(),
+            exports: Mutex::default(),
+            imports: Mutex::default(),
             counters: Counters::default(),
             peaks: Peaks::default(),
             quiesce,
@@ -307,7 +335,7 @@ impl Inner {
         if self.shut.load(Relaxed) {
             events.drain(..).for_each(|event| backend.recycle(event));
         }
-        pending.push_back(Pending { segment, node, stamp, events, refused });
+        pending.push_back(Pending { segment, node, stamp, events, refused, unit });
     }
 
     /// Declares that work queued on `stream` up to the free uses the block.

@@ -137,6 +137,7 @@ impl Inner {
         // An event now costs 0.2 us, and makes what was freed so far provable as early as can be.
         self.close_epoch();
         self.epochs.poll(backend);
+        self.end_exports(slow);
         self.settle_pending();
         if !self.quiesce {
             self.reap(slow);
@@ -154,7 +155,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Frees blocks whose declared uses have completed.
+    /// Frees blocks whose declared uses have completed and whose imports have ended.
     pub(crate) fn settle_pending(&self) {
         let backend = self.driver.backend();
         let passed = self.epochs.passed();
@@ -166,6 +167,7 @@ impl Inner {
             for _ in 0..pending.len().min(most) {
                 let Some(one) = pending.pop_front() else { break };
                 let done = (!one.refused || one.stamp.epoch <= passed)
+                    && !self.exports.lock().contains(one.unit)
                     && one.events.iter().all(|event| backend.is_done(event).unwrap_or(false));
                 if done {
                     ready.push(one);

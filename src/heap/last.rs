@@ -105,6 +105,7 @@ impl Inner {
         let first = self.pending.lock().pop_front();
         let Some(first) = first else { return Ok(false) };
         let done = waits(backend, &first.events, slice);
+        self.wait_for_import(first.unit, slice);
         let mut pending = self.pending.lock();
         if self.shut.load(Relaxed) {
             first.events.into_iter().for_each(|event| backend.recycle(event));

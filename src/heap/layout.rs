@@ -15,7 +15,7 @@ pub enum RegionState {
     Live,
     /// Free memory.
     Free,
-    /// Freed, waiting for the streams that it was declared used on.
+    /// Freed, waiting for the streams that it was declared used on, or for other processes that imported it.
     Pending,
     /// Still mapped, but its memory was given to another address.
     Zombie,

@@ -6,6 +6,7 @@ mod contiguous;
 mod execute;
 mod export;
 mod hot;
+mod import;
 mod inner;
 mod ladder;
 mod last;
@@ -20,6 +21,8 @@ mod streams;
 mod tally;
 
 pub use captures::{PoolId, StreamFilter};
+pub use export::Export;
+pub use import::Imported;
 pub use layout::{Region, RegionState};
 pub use stats::Stats;
 
@@ -245,7 +248,7 @@ impl Heap {
 
     /// Descriptors of the memory behind a live block, one for each of its handles in address order. They are
     /// made now (a heap holds none by itself) and closed when dropped. While another process uses the
-    /// memory, keep the block: freed memory is given to others. A handle shows its importer all of its memory, also other blocks'; [`Heap::alloc_contiguous`] shares none.
+    /// memory, keep the block: freed memory is given to others ([`Heap::export`] sees to that by itself). A handle shows its importer all of its memory, also other blocks'; [`Heap::alloc_contiguous`] shares none.
     ///
     /// `cuda` gives a descriptor of each handle; `host` has one memfd, of which each is a duplicate that
     /// shows all of the device's memory; `sim` has no memory.

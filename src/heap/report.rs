@@ -22,6 +22,7 @@ impl Inner {
     pub(super) fn out_of_memory(&self, wanted: &Wanted, driver: Option<DriverError>) -> Error {
         let stats = self.stats();
         let found = self.obstacles(self.claim(wanted.stream));
+        let exported = self.pending_exports();
         Error::OutOfMemory(Box::new(OutOfMemory {
             requested: wanted.bytes,
             stream: wanted.stream.id.0,
@@ -30,7 +31,8 @@ impl Inner {
             allocated: stats.allocated,
             free: stats.free,
             largest_free: stats.largest_free,
-            waiting: stats.pending + found.waiting,
+            waiting: stats.pending.saturating_sub(exported) + found.waiting,
+            exported,
             // What is left: free, but neither pinned nor a capture pool's nor in a handle that is idle as a whole.
             partly_live: stats.free.saturating_sub(found.whole + found.pinned + found.captured),
             pinned: found.pinned,
@@ -38,6 +40,13 @@ impl Inner {
             zombie: stats.zombie,
             driver,
         }))
+    }
+
+    /// Bytes of freed blocks that other processes may use.
+    fn pending_exports(&self) -> u64 {
+        let pending: Vec<u32> = self.pending.lock().iter().map(|one| one.unit).collect();
+        let exported = self.exports.lock().blocks();
+        pending.iter().filter_map(|unit| exported.get(unit)).sum()
     }
 
     fn obstacles(&self, claim: Claim) -> Obstacles {

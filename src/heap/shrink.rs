@@ -5,11 +5,13 @@ use super::inner::{Inner, Slow};
 use crate::backend::StreamId;
 use crate::config::Shrink;
 use crate::error::{Error, PointerFault, Result};
+use crate::physical::HandleId;
 use crate::plan::Victim;
 use crate::plan::source;
 use crate::segment::Claim;
 use crate::segment::nodes::Kind;
 use crate::units::{GRANULE, UNITS_PER_GRANULE};
+use std::collections::HashSet;
 use std::sync::atomic::Ordering::Relaxed;
 
 impl Inner {
@@ -193,25 +195,17 @@ impl Inner {
                 range.end - range.start - mapped
             )));
         }
-        slow.physical.pinned.set(range.clone(), true);
-        slow.pins.push(range);
+        slow.pin(range);
         Ok(())
     }
 
     pub(crate) fn unpin(&self, address: u64, bytes: u64) -> Result<()> {
         let range = self.granules_of(address, bytes)?;
-        let mut slow = self.slow.lock();
-        let Some(at) = slow.pins.iter().position(|pin| *pin == range) else {
-            return Err(Error::InvalidArgument(format!(
-                "unpin of {bytes} bytes at {address:#x}: that range is not pinned"
-            )));
-        };
-        slow.pins.swap_remove(at);
-        slow.physical.pinned.set(range, false);
-        for pin in slow.pins.clone() {
-            slow.physical.pinned.set(pin, true);
+        if self.slow.lock().unpin(&range) {
+            return Ok(());
         }
-        Ok(())
+        let why = format!("unpin of {bytes} bytes at {address:#x}: that range is not pinned");
+        Err(Error::InvalidArgument(why))
     }
 
     /// Ends a stream: what it freed is everybody's once its epoch has passed.
@@ -257,11 +251,15 @@ impl Inner {
         }
         let before = self.driver.nanos().total();
         let report = |what: &str, error: crate::error::DriverError| tracing::warn!(%error, "{what} at shutdown");
+        self.end_exports(&mut slow);
+        self.end_all_imports(&mut slow);
+        let lent = self.exported_handles(&slow);
         // A second try, since a refusal may be of the moment.
-        if let Err(error) = self.release_all(&mut slow).or_else(|_| self.release_all(&mut slow)) {
+        if let Err(error) = self.release_all(&mut slow, &lent).or_else(|_| self.release_all(&mut slow, &lent)) {
             report("memory stays", error);
         }
         slow.physical.forget_cache();
+        self.exports.lock().hang_up();
         // A callback may hold this heap.
         self.callbacks.lock().clear();
         self.counters.teardown_nanos.fetch_add(self.driver.nanos().total() - before, Relaxed);
@@ -273,8 +271,12 @@ impl Inner {
         }
     }
 
-    /// Unmaps and releases all that can be; the last refusal.
-    fn release_all(&self, slow: &mut Slow) -> std::result::Result<(), crate::error::DriverError> {
+    /// Unmaps and releases all that can be; other processes keep what is `lent`. The last refusal.
+    fn release_all(
+        &self,
+        slow: &mut Slow,
+        lent: &HashSet<HandleId>,
+    ) -> std::result::Result<(), crate::error::DriverError> {
         let mut done = Ok(());
         for zombie in std::mem::take(&mut slow.physical.zombies) {
             let address = self.space.address(zombie.at * UNITS_PER_GRANULE);
@@ -300,7 +302,11 @@ impl Inner {
             if slow.physical.handle(id).is_some_and(|handle| handle.zombies > 0) {
                 continue;
             }
-            match self.driver.release(handle.token, bytes) {
+            let released = match lent.contains(&id) {
+                true => self.driver.release_shared(handle.token, bytes),
+                false => self.driver.release(handle.token, bytes),
+            };
+            match released {
                 Ok(()) => slow.physical.released(id),
                 Err(error) => done = Err(error),
             }
@@ -312,6 +318,7 @@ impl Inner {
     pub(crate) fn check(&self) -> std::result::Result<(), String> {
         let slow = self.slow.lock();
         slow.physical.check()?;
+        self.check_exports(&slow)?;
         for index in self.segment_indices() {
             let segment = self.segment(index);
             segment.check().map_err(|why| format!("segment {index}: {why}"))?;

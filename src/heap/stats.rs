@@ -54,12 +54,17 @@ pub struct Stats {
     pub partly_live_granules: u64,
     /// Granules that small blocks hold with less than a quarter of their bytes live (internal fragmentation).
     pub pinned_by_small: u64,
-    /// Bytes that freed blocks hold until the streams they were declared used on have passed.
+    /// Bytes that freed blocks hold until the streams they were declared used on have passed and imports by other
+    /// processes have ended.
     pub pending: u64,
     /// Bytes of addresses whose memory was moved away and that are still mapped.
     pub zombie: u64,
     /// Bytes inside pinned ranges.
     pub pinned: u64,
+    /// Bytes of blocks that other processes may use ([`crate::Heap::export`]), live or pending.
+    pub exported: u64,
+    /// Bytes of other processes' blocks that are mapped here; they count nowhere else.
+    pub imported: u64,
     /// Capture pools that exist, also released ones with live blocks.
     pub capture_pools: u64,
     /// Bytes of memory behind addresses of capture pools; their free part counts in `free` too.
@@ -152,6 +157,8 @@ impl Inner {
         }
         self.add_segments(&mut stats);
         stats.zombie = slow.physical.zombies.iter().map(|z| u64::from(z.granules) * crate::units::GRANULE).sum();
+        stats.exported = self.exports.lock().blocks().values().sum();
+        stats.imported = self.imports.lock().bytes();
         stats.capture_pools = self.pools.count();
         stats.pinned = slow.physical.pinned.iter().count() as u64 * crate::units::GRANULE;
         stats

@@ -8,6 +8,7 @@
 //! - `FAKE_CUDA_REFUSE`: what they claim and then refuse, of `fd` (at create), `rdma` (at map),
 //!   `context_event`;
 //! - `FAKE_CUDA_GRANULARITY`;
+//! - `FAKE_CUDA_UUID`: what the devices' UUIDs begin with (a number below 256);
 //! - `FAKE_CUDA_READS`: what each byte copied to the host is (0: the copy writes nothing).
 #![allow(non_snake_case, reason = "the names of the driver")]
 #![allow(missing_docs, clippy::missing_safety_doc, reason = "the driver's documentation applies")]
@@ -17,7 +18,6 @@ mod state;
 
 use state::*;
 use std::ffi::{c_char, c_void};
-use std::os::fd::IntoRawFd;
 
 /// Writes a result of a call.
 ///
@@ -70,7 +70,8 @@ macro_rules! out {
     }};
 }
 
-// After the macros, which it uses.
+// After the macros, which they use.
+mod share;
 mod work;
 
 driver! {
@@ -200,7 +201,7 @@ driver! {
         }
         let device = properties.location[1];
         let rdma = properties.rdma != 0;
-        out!(handle, s.create(Handle { bytes, device, posix_fd, rdma, released: false, mappings: 0 })?)
+        out!(handle, s.create(Handle { bytes, device, posix_fd, rdma, imported: false, released: false, mappings: 0 })?)
     }
     fn cuMemRelease(handle: u64) Relaxed [handle] |s| { s.release(handle) }
     fn cuMemMap(address: u64, bytes: u64, offset: u64, handle: u64, flags: u64) Relaxed [address, bytes, handle] |s| {
@@ -233,13 +234,6 @@ driver! {
         Ok(())
     }
     fn cuMemUnmap(address: u64, bytes: u64) Relaxed [address, bytes] |s| { s.unmap(address, bytes) }
-    fn cuMemExportToShareableHandle(out: *mut c_void, handle: u64, kind: u32, flags: u64) Relaxed [handle, u64::from(kind), flags] |s| {
-        if !s.handles.get(&handle).is_some_and(|found| found.posix_fd && kind == 1) {
-            return Err(INVALID_VALUE);
-        }
-        let file = std::fs::File::open("/dev/null").map_err(|_| OPERATING_SYSTEM)?;
-        out!(out.cast::<i32>(), file.into_raw_fd())
-    }
     fn cuMemAlloc_v2(address: *mut u64, bytes: u64) Relaxed [bytes] |s| {
         let device = device_of(current()).ok_or(INVALID_CONTEXT)? as usize;
         if s.used[device] + bytes > s.memory[device] {
@@ -278,6 +272,10 @@ driver! {
         out!(memory, address)
     }
     fn cuMemFreeHost(memory: u64) Relaxed [memory] |s| { s.pinned.remove(&memory).map(drop).ok_or(INVALID_VALUE) }
+    fn cuMemcpyPeer(to: u64, to_context: u64, from: u64, from_context: u64, bytes: usize) Context
+        [to, to_context, from, from_context, bytes as u64] |s| {
+        device_of(to_context).and(device_of(from_context)).map(drop).ok_or(INVALID_CONTEXT)
+    }
     fn cuMemcpyHtoDAsync_v2(to: u64, _from: *const c_void, bytes: usize, stream: u64) Context [to, bytes as u64, stream] |s| { s.stream(stream).map(drop) }
     fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, bytes: usize, stream: u64) Context [from, bytes as u64, stream] |s| {
         if let byte @ 1..=255 = setting("FAKE_CUDA_READS", 0) {

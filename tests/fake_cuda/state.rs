@@ -29,6 +29,8 @@ pub(crate) struct Handle {
     pub(crate) device: i32,
     pub(crate) posix_fd: bool,
     pub(crate) rdma: bool,
+    /// It is another's memory: none was taken from the device for it.
+    pub(crate) imported: bool,
     pub(crate) released: bool,
     pub(crate) mappings: u32,
 }
@@ -229,9 +231,14 @@ impl State {
             return Err(OUT_OF_MEMORY);
         }
         self.used[device] += handle.bytes;
+        Ok(self.enter(handle))
+    }
+
+    /// A name for a handle.
+    pub(crate) fn enter(&mut self, handle: Handle) -> u64 {
         let id = self.fresh(0xA000_0000, 0x10);
         self.handles.insert(id, handle);
-        Ok(id)
+        id
     }
 
     pub(crate) fn map(&mut self, address: u64, bytes: u64, handle: u64) -> Result<(), Code> {
@@ -282,7 +289,7 @@ impl State {
     /// Frees a handle that is released and mapped nowhere.
     fn reap(&mut self, handle: u64) {
         let gone = self.handles.get(&handle).filter(|found| found.released && found.mappings == 0);
-        if let Some((device, bytes)) = gone.map(|found| (found.device, found.bytes)) {
+        if let Some((device, bytes)) = gone.map(|found| (found.device, if found.imported { 0 } else { found.bytes })) {
             self.used[device as usize] -= bytes;
             self.handles.remove(&handle);
         }

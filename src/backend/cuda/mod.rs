@@ -20,7 +20,7 @@ use enter::Primary;
 use events::EventPool;
 use probe::unavailable;
 use std::cell::Cell;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 use sys::{Access, Api, Attribute, MemoryKind, STREAM_LEGACY, STREAM_PER_THREAD};
@@ -33,6 +33,7 @@ mod identity;
 pub mod kinds;
 pub mod memory;
 mod probe;
+mod share;
 mod streams;
 
 pub use ballast::Ballast;
@@ -143,6 +144,7 @@ fn initialised() -> Result<&'static Api, Error> {
 pub struct CudaBackend {
     primary: Primary,
     index: u32,
+    uuid: [u8; 16],
     events: EventPool,
     waiters: Waiters,
     capabilities: Capabilities,
@@ -173,9 +175,11 @@ impl CudaBackend {
         let entered = primary.enter(true)?;
         let probed = probe::probe(&primary, ordinal, options)?;
         drop(entered);
+        let uuid = api.device_uuid(primary.device());
         Ok(Self {
             primary,
             index,
+            uuid,
             events: EventPool::default(),
             waiters: Waiters::default(),
             capabilities: probed.capabilities,
@@ -205,24 +209,6 @@ impl CudaBackend {
     #[must_use]
     pub fn rdma(&self) -> bool {
         self.memory.rdma
-    }
-
-    /// Exports a handle as a new file descriptor, for another process to import. The memory lives
-    /// until both sides have let go of it. Any thread.
-    ///
-    /// # Errors
-    /// When the device's memory cannot be exported, or the process has no descriptor left.
-    ///
-    /// # Safety
-    /// `handle` came from this backend's `create` and is not released.
-    pub unsafe fn export_fd(&self, handle: PhysicalAllocation) -> Result<OwnedFd, DriverError> {
-        if !self.memory.posix_fd {
-            let why = "memory was created without POSIX-fd export (see the notes of `xseg info`)";
-            return Err(DriverError::new(DriverCall::Other, why));
-        }
-        let _entered = self.primary.enter(true)?;
-        // SAFETY: the caller's.
-        unsafe { self.primary.api().export_fd(handle.0) }
     }
 
     /// Blocks until all work queued so far on `stream` is done. For tests and measurements; the heap
@@ -494,6 +480,16 @@ impl Backend for CudaBackend {
     unsafe fn export(&self, handle: PhysicalAllocation) -> Result<(OwnedFd, u64), DriverError> {
         // SAFETY: the caller's.
         Ok((unsafe { self.export_fd(handle) }?, 0))
+    }
+
+    /// The device's UUID.
+    fn device_id(&self) -> [u8; 16] {
+        self.uuid
+    }
+
+    /// That the handle has `bytes` is seen when it is mapped.
+    fn import(&self, fd: BorrowedFd<'_>, start: u64, _bytes: u64) -> Result<PhysicalAllocation, DriverError> {
+        self.import_fd(fd, start)
     }
 
     fn now(&self) -> Duration {

@@ -99,7 +99,7 @@ impl HostBackend {
                 .ok_or_else(|| AccessError::new(at, "not mapped"))?;
             let inside = at - start;
             let end = side.len().min(done + (mapping.bytes - inside) as usize);
-            let (file, offset) = (space.physical.file(), mapping.offset + inside);
+            let (file, offset) = (space.physical.file_of(mapping.file), mapping.offset + inside);
             match &mut side {
                 Side::Read(bytes) => file.read_exact_at(&mut bytes[done..end], offset),
                 Side::Write(bytes) => file.write_all_at(&bytes[done..end], offset),
@@ -133,7 +133,7 @@ impl HostBackend {
         let mut options = MmapOptions::new();
         let view = options.offset(run.offset + offset).len(bytes);
         // SAFETY: the file is never truncated; the caller keeps the bytes as they are.
-        unsafe { view.map(space.physical.file()) }.map_err(|error| refused(error.to_string()))
+        unsafe { view.map(space.physical.file_of(run.file)) }.map_err(|error| refused(error.to_string()))
     }
 }
 

@@ -17,12 +17,13 @@
 //!   that another `mmap` of the process could be given.
 //! - **H3** Mappings do not overlap; each is one whole handle, hence one run of the memfd, hence part
 //!   of one VMA.
-//! - **H4** A granule of the memfd belongs to at most one handle. Its memory is freed, and its offset
-//!   handed out again, only when the handle is released and its last mapping is gone.
+//! - **H4** A granule of the memfd belongs to at most one handle that was created. Its memory is freed, and its
+//!   offset handed out again, only when the handle is released, its last mapping is gone and no process was left with it.
 //! - **H5** The pieces counted in the table are at least the VMAs that the kernel has for the
 //!   reservations; a call that would pass the budget is refused before the kernel is asked.
 //! - **H6** The backend forms no reference to device memory: it passes addresses to the kernel.
 //! - **H7** An event completes when, and only when, everything queued before it in its scope has run.
+//! - **H8** A mapping lies within its memfd, which cannot shrink: the own one and those of imports are sealed.
 
 mod access;
 mod capture;

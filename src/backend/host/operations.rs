@@ -3,7 +3,7 @@
 
 use super::*;
 use parking_lot::{MutexGuard, RwLockReadGuard};
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 /// Both locks of a memory operation, and what it needs of the backend.
 struct Edit<'a> {
@@ -64,7 +64,7 @@ impl Edit<'_> {
         if let Some(other) = self.space.table.overlap(address, bytes) {
             return Err(self.refuse(format!("{bytes} bytes at {address:#x} overlap the mapping at {other:#x}")));
         }
-        Ok(Mapping { handle: handle.0, offset: run.offset, bytes, accessible: false })
+        Ok(Mapping { handle: handle.0, file: run.file, offset: run.offset, bytes, accessible: false })
     }
 
     fn exact(&self, address: u64, bytes: u64) -> Result<Mapping, DriverError> {
@@ -73,9 +73,10 @@ impl Edit<'_> {
 
     fn show(&mut self, address: u64, mapping: Mapping) -> Result<(), DriverError> {
         self.afford(self.space.table.growth(address, &mapping))?;
+        let file = self.space.physical.file_of(mapping.file);
         // SAFETY: a whole mapping of the table that the kernel does not have yet, so a hole of one
         // reservation (H1, H3).
-        let answer = unsafe { sys::map_run(address, mapping.bytes, self.space.physical.file(), mapping.offset) };
+        let answer = unsafe { sys::map_run(address, mapping.bytes, file, mapping.offset) };
         self.kernel(answer)?;
         self.space.table.remove(address);
         self.space.table.insert(address, Mapping { accessible: true, ..mapping });
@@ -197,7 +198,7 @@ impl Backend for HostBackend {
             edit.kernel(answer)?;
         } else {
             // SAFETY: `to` is a hole of one reservation (H1).
-            let answer = unsafe { sys::map_run(to, bytes, edit.space.physical.file(), target.offset) };
+            let answer = unsafe { sys::map_run(to, bytes, edit.space.physical.file_of(target.file), target.offset) };
             edit.kernel(answer)?;
             // SAFETY: nobody uses `from`, by the caller's word.
             let left = if source.accessible { unsafe { sys::leave_hole(from, bytes) } } else { Ok(()) };
@@ -259,8 +260,20 @@ impl Backend for HostBackend {
         let refused = |why: String| DriverError::new(DriverCall::Other, why);
         let space = self.space.lock();
         let run = space.physical.get(handle.0).map_err(refused)?;
-        let file = space.physical.file().try_clone().map_err(|error| refused(error.to_string()))?;
+        let file = space.physical.file_of(run.file).try_clone().map_err(|error| refused(error.to_string()))?;
         Ok((file.into(), run.offset))
+    }
+
+    fn import(&self, fd: BorrowedFd<'_>, start: u64, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
+        whole(DriverCall::Other, bytes)?;
+        let imported = self.space.lock().physical.import(fd, start, bytes);
+        imported.map(PhysicalAllocation).map_err(|why| DriverError::new(DriverCall::Other, why))
+    }
+
+    unsafe fn release_shared(&self, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+        self.space.lock().physical.lend(handle.0);
+        // SAFETY: the caller's.
+        unsafe { self.release(handle, bytes) }
     }
 
     fn now(&self) -> Duration {

@@ -3,13 +3,17 @@
 //! A handle is one contiguous run, so that it is one `mmap` wherever it is mapped. Runs are handed
 //! out first fit from offset 0: handles that are created one after another have ascending offsets,
 //! and the kernel joins their mappings into one VMA when they are mapped side by side.
+//!
+//! An imported handle is a run of another process's memfd, of which one descriptor is kept however many handles
+//! there are.
 #![forbid(unsafe_code)]
 
 use crate::error::{DriverCall, DriverError};
 use crate::units::human;
-use rustix::fs::{FallocateFlags, MemfdFlags};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::MetadataExt;
 
 /// Length of the memfd: offsets are free, so holes between handles never stand in the way.
@@ -26,6 +30,20 @@ pub(super) struct Handle {
     mappings: u32,
     /// The client has released it; the run stays until `mappings` is 0 (H4).
     released: bool,
+    /// Number of the memfd that the run is of; 0 is the own one.
+    pub(super) file: u64,
+    /// Others use the run: it was imported, or other processes may have it mapped still.
+    lent: bool,
+}
+
+/// A memfd of another process.
+#[derive(Debug)]
+struct Foreign {
+    file: File,
+    /// Device and inode: what descriptors of one memfd share.
+    identity: (u64, u64),
+    /// Handles that are runs of it.
+    handles: usize,
 }
 
 /// The memfd and who owns which part of it.
@@ -35,6 +53,8 @@ pub(super) struct Physical {
     /// Free runs: start and length in bytes, no two adjacent.
     free: BTreeMap<u64, u64>,
     handles: HashMap<u64, Handle>,
+    /// By number.
+    foreign: HashMap<u64, Foreign>,
     next: u64,
     total: u64,
     used: u64,
@@ -43,14 +63,60 @@ pub(super) struct Physical {
 impl Physical {
     /// A memfd that hands out at most `total` bytes.
     pub(super) fn new(total: u64) -> Result<Self, rustix::io::Errno> {
-        let file = File::from(rustix::fs::memfd_create("xseg", MemfdFlags::CLOEXEC)?);
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = File::from(rustix::fs::memfd_create("xseg", flags)?);
         rustix::fs::ftruncate(&file, EXTENT)?;
+        // An importer could fault on what was cut off (H8). Holes may still be punched.
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let free = BTreeMap::from([(0, EXTENT)]);
-        Ok(Self { file, free, handles: HashMap::new(), next: 1, total, used: 0 })
+        Ok(Self { file, free, handles: HashMap::new(), foreign: HashMap::new(), next: 1, total, used: 0 })
     }
 
+    /// The own memfd.
     pub(super) fn file(&self) -> &File {
         &self.file
+    }
+
+    /// The memfd of a handle's number.
+    pub(super) fn file_of(&self, number: u64) -> &File {
+        self.foreign.get(&number).map_or(&self.file, |foreign| &foreign.file)
+    }
+
+    fn new_number(&mut self) -> u64 {
+        self.next += 1;
+        self.next - 1
+    }
+
+    /// Makes a handle of a run of another process's memfd.
+    pub(super) fn import(&mut self, fd: BorrowedFd<'_>, offset: u64, bytes: u64) -> Result<u64, String> {
+        let file = File::from(fd.try_clone_to_owned().map_err(|error| error.to_string())?);
+        let seals = fcntl_get_seals(&file).map_err(|error| format!("the descriptor is of no memfd ({error})"))?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err("the memfd may shrink, which would make every access a fault; it is not xseg's".into());
+        }
+        let metadata = file.metadata().map_err(|error| error.to_string())?;
+        if offset.checked_add(bytes).is_none_or(|end| end > metadata.len()) {
+            return Err(format!("{} at {offset:#x} are not in the memfd", human(bytes)));
+        }
+        let file = self.foreign_number(file, (metadata.dev(), metadata.ino())).map_err(|error| error.to_string())?;
+        let number = self.new_number();
+        self.handles.insert(number, Handle { offset, bytes, mappings: 0, released: false, file, lent: true });
+        Ok(number)
+    }
+
+    /// Number of a memfd, with one handle more; the own one's where it was exported by this very device.
+    fn foreign_number(&mut self, file: File, identity: (u64, u64)) -> std::io::Result<u64> {
+        let own = self.file.metadata()?;
+        if (own.dev(), own.ino()) == identity {
+            return Ok(0);
+        }
+        if let Some((number, known)) = self.foreign.iter_mut().find(|(_, known)| known.identity == identity) {
+            known.handles += 1;
+            return Ok(*number);
+        }
+        let number = self.new_number();
+        self.foreign.insert(number, Foreign { file, identity, handles: 1 });
+        Ok(number)
     }
 
     /// Bytes that may be handed out in all.
@@ -96,10 +162,10 @@ impl Physical {
         if length > bytes {
             self.free.insert(offset + bytes, length - bytes);
         }
-        let number = self.next;
-        self.next += 1;
+        let number = self.new_number();
         self.used += bytes;
-        self.handles.insert(number, Handle { offset, bytes, mappings: 0, released: false });
+        let handle = Handle { offset, bytes, mappings: 0, released: false, file: 0, lent: false };
+        self.handles.insert(number, handle);
         Ok(number)
     }
 
@@ -134,12 +200,28 @@ impl Physical {
         }
     }
 
+    /// Other processes may use the run for as long as they like: it is neither freed nor handed out again.
+    pub(super) fn lend(&mut self, number: u64) {
+        if let Some(handle) = self.handles.get_mut(&number) {
+            handle.lent = true;
+        }
+    }
+
     fn free_if_unused(&mut self, number: u64) {
         let Some(handle) = self.handles.get(&number).copied().filter(|handle| handle.released && handle.mappings == 0)
         else {
             return;
         };
         self.handles.remove(&number);
+        if let Some(foreign) = self.foreign.get_mut(&handle.file) {
+            foreign.handles -= 1;
+            if foreign.handles == 0 {
+                self.foreign.remove(&handle.file);
+            }
+        }
+        if handle.lent {
+            return;
+        }
         self.used -= handle.bytes;
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let punched =
@@ -171,6 +253,8 @@ impl Physical {
 mod tests {
     use super::*;
     use crate::units::GRANULE;
+    use std::os::fd::AsFd;
+    use std::os::unix::fs::FileExt;
 
     fn offset(physical: &Physical, number: u64) -> u64 {
         physical.get(number).unwrap().offset / GRANULE
@@ -204,5 +288,74 @@ mod tests {
         assert!(physical.create(2 * GRANULE).is_err(), "still mapped, so still there");
         physical.unmapped(first);
         assert!(physical.create(2 * GRANULE).is_ok());
+    }
+
+    /// A memfd of `bytes` with these seals.
+    fn memfd(bytes: u64, seals: SealFlags) -> File {
+        let file = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&file, bytes).unwrap();
+        fcntl_add_seals(&file, seals).unwrap();
+        file.into()
+    }
+
+    #[test]
+    fn imported_runs_are_anothers() {
+        let [mut here, mut there] = [(); 2].map(|()| Physical::new(100 * GRANULE).unwrap());
+        let made = here.create(4 * GRANULE).unwrap();
+        let run = here.get(made).unwrap();
+        let fd = here.file().as_fd();
+        let [first, second] = [(); 2].map(|()| there.import(fd, run.offset, run.bytes).unwrap());
+        assert_ne!(first, second);
+        let (one, two) = (there.get(first).unwrap(), there.get(second).unwrap());
+        assert!(one.file != 0 && one.file == two.file, "one descriptor for all that is of one memfd");
+        assert_eq!(there.file_of(one.file).metadata().unwrap().ino(), here.file().metadata().unwrap().ino());
+        assert_eq!((there.used(), there.len(), there.foreign.len()), (0, 2, 1));
+        here.file().write_all_at(b"kept", run.offset).unwrap();
+        for number in [first, second] {
+            there.release(number);
+        }
+        assert_eq!((there.len(), there.foreign.len(), &there.free), (0, 0, &BTreeMap::from([(0, EXTENT)])));
+        // The own memfd needs no second descriptor, and the run stays its first handle's.
+        let fd = here.file().try_clone().unwrap();
+        let own = here.import(fd.as_fd(), run.offset, run.bytes).unwrap();
+        assert_eq!((here.get(own).unwrap().file, here.foreign.len(), here.used()), (0, 0, 4 * GRANULE));
+        here.release(own);
+        let mut kept = [0; 4];
+        here.file().read_exact_at(&mut kept, run.offset).unwrap();
+        assert_eq!(&kept, b"kept");
+    }
+
+    #[test]
+    fn only_what_cannot_shrink_is_imported() {
+        let mut physical = Physical::new(100 * GRANULE).unwrap();
+        let mut import = |file: &File, start, bytes| physical.import(file.as_fd(), start, bytes).unwrap_err();
+        let error = import(&memfd(4 * GRANULE, SealFlags::GROW), 0, GRANULE);
+        assert!(error.contains("may shrink"), "{error}");
+        let sealed = memfd(4 * GRANULE, SealFlags::SHRINK);
+        for (start, bytes) in [(0, 5 * GRANULE), (4 * GRANULE, GRANULE), (u64::MAX - GRANULE + 1, GRANULE)] {
+            let error = import(&sealed, start, bytes);
+            assert!(error.contains("not in the memfd"), "{error}");
+        }
+        let error = import(&File::open("/dev/null").unwrap(), 0, GRANULE);
+        assert!(error.contains("no memfd"), "{error}");
+        assert!(physical.import(sealed.as_fd(), 3 * GRANULE, GRANULE).is_ok());
+    }
+
+    #[test]
+    fn lent_runs_are_not_used_again() {
+        let mut physical = Physical::new(4 * GRANULE).unwrap();
+        let lent = physical.create(2 * GRANULE).unwrap();
+        let run = physical.get(lent).unwrap();
+        physical.file().write_all_at(b"kept", run.offset).unwrap();
+        physical.mapped(lent);
+        physical.lend(lent);
+        physical.release(lent);
+        physical.unmapped(lent);
+        assert_eq!((physical.len(), physical.used()), (0, 2 * GRANULE));
+        let next = physical.create(2 * GRANULE).unwrap();
+        assert_eq!(offset(&physical, next), 2, "beside it");
+        let mut kept = [0; 4];
+        physical.file().read_exact_at(&mut kept, run.offset).unwrap();
+        assert_eq!(&kept, b"kept");
     }
 }

@@ -61,7 +61,7 @@ fn pointer(address: u64) -> *mut c_void {
 /// # Safety
 /// The range lies in one reservation (H1) and nothing is mapped in it.
 pub(super) unsafe fn map_run(address: u64, bytes: u64, file: &File, offset: u64) -> Result<(), Errno> {
-    // SAFETY: MAP_FIXED replaces a hole that the caller owns; the file is never truncated.
+    // SAFETY: MAP_FIXED replaces a hole that the caller owns; the file is never truncated (H8).
     let mapped = unsafe {
         rustix::mm::mmap(
             pointer(address),

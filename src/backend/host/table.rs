@@ -12,12 +12,21 @@ use std::collections::BTreeMap;
 pub(super) struct Mapping {
     /// The handle's number.
     pub(super) handle: u64,
+    /// Number of its memfd.
+    pub(super) file: u64,
     /// Where the handle starts in the memfd.
     pub(super) offset: u64,
     /// Its length.
     pub(super) bytes: u64,
     /// `set_access` was called: the kernel has it.
     pub(super) accessible: bool,
+}
+
+impl Mapping {
+    /// Is `next`, at the addresses behind this one, part of the same VMA?
+    fn goes_on(&self, next: &Self) -> bool {
+        self.file == next.file && self.offset + self.bytes == next.offset
+    }
 }
 
 /// All mappings by address; they never overlap (H3).
@@ -79,8 +88,8 @@ impl Table {
         let right = self.mappings.get(&(address + mapping.bytes)).filter(|right| right.accessible);
         // The hole around it is cut at each side that has no neighbour (guards exist, H1).
         let mut growth = i64::from(left.is_none()) + i64::from(right.is_none());
-        growth -= i64::from(left.is_some_and(|left| left.offset + left.bytes == mapping.offset));
-        growth -= i64::from(right.is_some_and(|right| mapping.offset + mapping.bytes == right.offset));
+        growth -= i64::from(left.is_some_and(|left| left.goes_on(mapping)));
+        growth -= i64::from(right.is_some_and(|right| mapping.goes_on(right)));
         growth
     }
 
@@ -108,7 +117,7 @@ mod tests {
     use super::*;
 
     fn mapping(offset: u64) -> Mapping {
-        Mapping { handle: offset, offset, bytes: 10, accessible: true }
+        Mapping { handle: offset, file: 0, offset, bytes: 10, accessible: true }
     }
 
     #[test]
@@ -122,6 +131,8 @@ mod tests {
         assert_eq!(table.pieces(), 3, "another offset: its own VMA");
         table.insert(140, mapping(30));
         assert_eq!(table.pieces(), 5);
+        let other = Mapping { file: 1, ..mapping(40) };
+        assert_eq!(table.growth(150, &other), 1, "another memfd: its own VMA");
         table.insert(130, mapping(20));
         assert_eq!(table.pieces(), 4, "closes the hole, joins its right neighbour only");
         for address in [120, 100, 140, 110, 130] {

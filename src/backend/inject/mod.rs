@@ -12,7 +12,7 @@ use crate::error::{DriverError, Error};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -372,6 +372,20 @@ impl Backend for InjectBackend {
         let inner = self.state.lock().inner(handle);
         // SAFETY: passed on to the caller.
         unsafe { self.inner.export(inner) }
+    }
+
+    fn device_id(&self) -> [u8; 16] {
+        self.inner.device_id()
+    }
+
+    fn import(&self, fd: BorrowedFd<'_>, start: u64, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
+        self.inner.import(fd, start, bytes)
+    }
+
+    unsafe fn release_shared(&self, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+        let inner = self.state.lock().inner(handle);
+        // SAFETY: passed on to the caller.
+        unsafe { self.inner.release_shared(inner, bytes) }
     }
 
     fn now(&self) -> Duration {

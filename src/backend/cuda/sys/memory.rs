@@ -4,7 +4,8 @@ use super::{Api, check};
 use crate::error::{DriverCall, DriverError};
 use cudarc::driver::sys;
 use std::ffi::{c_int, c_void};
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::ptr::without_provenance_mut;
 
 /// How physical memory is created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -142,5 +143,17 @@ impl Api {
         check(DriverCall::Other, "cuMemExportToShareableHandle", result)?;
         // SAFETY: a new descriptor that nobody else knows.
         Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
+    }
+
+    /// A handle for the memory behind a descriptor of [`Api::export_fd`], of any process. The descriptor stays the caller's.
+    pub(crate) fn import_fd(&self, descriptor: BorrowedFd<'_>) -> Result<u64, DriverError> {
+        let kind = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        let mut memory = 0;
+        // For this type the "handle of the operating system" is the descriptor's number itself.
+        let number: *mut c_void = without_provenance_mut(descriptor.as_raw_fd().cast_unsigned() as usize);
+        // SAFETY: the descriptor is open during the call; writes one number.
+        let result = unsafe { sys::cuMemImportFromShareableHandle(&raw mut memory, number, kind) };
+        check(DriverCall::Other, "cuMemImportFromShareableHandle", result)?;
+        Ok(memory)
     }
 }

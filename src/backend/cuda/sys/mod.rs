@@ -33,7 +33,7 @@ fn number<T>(handle: *mut T) -> u64 {
 }
 
 /// Every driver with virtual memory management has these.
-const REQUIRED: [&str; 34] = [
+const REQUIRED: [&str; 35] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuDeviceGet",
@@ -57,6 +57,7 @@ const REQUIRED: [&str; 34] = [
     "cuMemSetAccess",
     "cuMemUnmap",
     "cuMemExportToShareableHandle",
+    "cuMemImportFromShareableHandle",
     "cuEventCreate",
     "cuEventRecord",
     "cuEventQuery",
@@ -74,6 +75,7 @@ const REQUIRED: [&str; 34] = [
 /// plain number, so that one unknown to the bindings is no invalid value.
 type RecordContext = unsafe extern "C" fn(*mut c_void, *mut c_void) -> u32;
 type StreamIdOf = unsafe extern "C" fn(*mut c_void, *mut u64) -> u32;
+type UuidOf = unsafe extern "C" fn(*mut [u8; 16], c_int) -> u32;
 
 /// The loaded driver. Any thread may use it.
 #[derive(Debug)]
@@ -81,6 +83,7 @@ pub(crate) struct Api {
     library: libloading::Library,
     record_context: Option<RecordContext>,
     stream_id: Option<StreamIdOf>,
+    uuid: Option<UuidOf>,
 }
 
 /// How a thread's calls bear on captures.
@@ -159,7 +162,12 @@ impl Api {
         let record_context = unsafe { library.get::<RecordContext>(b"cuCtxRecordEvent\0") }.ok().map(|s| *s);
         // SAFETY: the prototype of the driver's documentation.
         let stream_id = unsafe { library.get::<StreamIdOf>(b"cuStreamGetId\0") }.ok().map(|s| *s);
-        Ok(Self { library, record_context, stream_id })
+        // The second form tells parts of one GPU (MIG) apart.
+        let uuid = [b"cuDeviceGetUuid_v2\0".as_slice(), b"cuDeviceGetUuid\0"].into_iter().find_map(|name| {
+            // SAFETY: the prototype of the driver's documentation.
+            unsafe { library.get::<UuidOf>(name) }.ok().map(|s| *s)
+        });
+        Ok(Self { library, record_context, stream_id, uuid })
     }
 
     /// Does the driver have all of these? Callers of wrappers outside the required list ask first.
@@ -213,6 +221,14 @@ impl Api {
         })?;
         let end = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
         Ok(String::from_utf8_lossy(&name[..end]).into_owned())
+    }
+
+    /// The device's UUID; zeros where the driver gives none.
+    pub(crate) fn device_uuid(&self, device: i32) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        // SAFETY: the driver writes 16 bytes.
+        let code = self.uuid.map(|uuid| unsafe { uuid(&raw mut bytes, device) });
+        if code == Some(0) { bytes } else { [0; 16] }
     }
 
     pub(crate) fn attribute(&self, attribute: Attribute, device: i32) -> Result<i32, DriverError> {

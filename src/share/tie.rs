@@ -1,0 +1,115 @@
+//! The importer's side.
+
+use super::message::{LONGEST, Offer, Piece, Said, decode_pieces, malformed};
+use super::socket::{PATIENCE, Received, ready, receive, send, system};
+use crate::error::ShareFault;
+use rustix::event::PollFlags;
+use rustix::io::Errno;
+use rustix::net::{Shutdown, shutdown};
+use rustix::process::{PidfdFlags, getpid, pidfd_open};
+use std::os::fd::{AsFd, OwnedFd};
+
+/// What ties an import to its exporter. The exporter keeps the memory until this is done with or the process ends.
+#[derive(Debug)]
+pub(crate) struct Tie {
+    socket: OwnedFd,
+    /// The process that imports: a forked child has a copy, whose end means nothing.
+    owner: i32,
+    /// Handles that came with the offer.
+    first: Vec<(Piece, OwnedFd)>,
+}
+
+impl Tie {
+    /// Takes the descriptor of an export, and what it offers.
+    pub(crate) fn open(export: OwnedFd) -> Result<(Self, Offer), ShareFault> {
+        let mut tie = Self { socket: export, owner: getpid().as_raw_pid(), first: Vec::new() };
+        let mut bytes = [0; LONGEST];
+        // Queued before the descriptor was given away, so that nothing is waited for.
+        let Received { len, descriptors } = match receive(tie.socket.as_fd(), &mut bytes) {
+            Ok(received) => received,
+            Err(Errno::AGAIN) => return Err(ShareFault::Used),
+            Err(Errno::NOTSOCK) => return Err(malformed("it is no socket")),
+            Err(error) => return Err(broken(error)),
+        };
+        if len == 0 {
+            return Err(ShareFault::Ended);
+        }
+        let (offer, first) = Offer::decode(&bytes[..len], descriptors.len())?;
+        tie.first = first.into_iter().zip(descriptors).collect();
+        Ok((tie, offer))
+    }
+
+    /// Tells the exporter who this is, before anything is mapped: from now on the import is over only when it is
+    /// [`Tie::done`], or with this process.
+    pub(crate) fn hello(&self) -> Result<(), ShareFault> {
+        let hello = Said::Hello.encode();
+        let process = pidfd_open(getpid(), PidfdFlags::empty());
+        let sent = match &process {
+            Ok(process) => send(self.socket.as_fd(), &hello, &[process.as_fd()]),
+            Err(error) => Err(*error),
+        };
+        match sent {
+            Ok(()) => Ok(()),
+            Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => {
+                // The exporter is gone; what it queued is here all the same.
+                Ok(())
+            }
+            // Without one the end of this process shows as the socket's end alone, which may come a little early.
+            Err(error) => {
+                tracing::debug!(%error, "an import goes on without a pidfd");
+                send(self.socket.as_fd(), &hello, &[]).or(Ok(()))
+            }
+        }
+    }
+
+    /// The next handles, in address order.
+    pub(crate) fn next(&mut self) -> Result<Vec<(Piece, OwnedFd)>, ShareFault> {
+        if !self.first.is_empty() {
+            return Ok(std::mem::take(&mut self.first));
+        }
+        send(self.socket.as_fd(), &Said::Next.encode(), &[]).map_err(broken)?;
+        let mut bytes = [0; LONGEST];
+        let Received { len, descriptors } = match receive(self.socket.as_fd(), &mut bytes) {
+            Err(Errno::AGAIN) => {
+                match ready(self.socket.as_fd(), PollFlags::IN, Some(PATIENCE)) {
+                    Ok(found) if found.is_empty() => return Err(ShareFault::Silent(PATIENCE)),
+                    Ok(_) => {}
+                    Err(error) => return Err(broken(error)),
+                }
+                receive(self.socket.as_fd(), &mut bytes).map_err(broken)?
+            }
+            other => other.map_err(broken)?,
+        };
+        if len == 0 {
+            return Err(ShareFault::Ended);
+        }
+        let pieces = decode_pieces(&bytes[..len], descriptors.len())?;
+        Ok(pieces.into_iter().zip(descriptors).collect())
+    }
+
+    /// Everything is unmapped: the exporter may have its memory back. Never waits.
+    pub(crate) fn done(self) {
+        if getpid().as_raw_pid() == self.owner {
+            // Refused by an exporter that is gone, which then wants nothing back.
+            let _ = send(self.socket.as_fd(), &Said::Done.encode(), &[]);
+            // Also where a forked child holds a copy of the descriptor.
+            let _ = shutdown(self.socket.as_fd(), Shutdown::Both);
+        }
+    }
+}
+
+fn broken(error: Errno) -> ShareFault {
+    match error {
+        Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN => ShareFault::Ended,
+        Errno::MSGSIZE => malformed("a message is longer than any that an exporter sends"),
+        error => system("the exporter cannot be heard", error),
+    }
+}
+
+#[cfg(test)]
+impl Tie {
+    /// A copy of the descriptor, as a forked child has it.
+    pub(super) fn try_clone(&self) -> OwnedFd {
+        self.socket.try_clone().expect("a descriptor is left")
+    }
+}
