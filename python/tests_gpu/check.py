@@ -711,7 +711,11 @@ def main() -> int:
     for name in names:
         try:
             run = subprocess.run(
-                [sys.executable, __file__, "--one", name], capture_output=True, text=True, timeout=3 * LIMIT_S
+                # Where a crash was, in Python's terms, goes to the standard error.
+                [sys.executable, "-X", "faulthandler", __file__, "--one", name],
+                capture_output=True,
+                text=True,
+                timeout=3 * LIMIT_S,
             )
             lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
             if lines and (run.returncode in (0, 1)):
@@ -724,6 +728,8 @@ def main() -> int:
                     "mode": mode(),
                     "ok": False,
                     "status": run.returncode,
+                    # What it found before it ended so.
+                    "line": lines[-1:],
                     "stderr": run.stderr[-1500:],
                 }
                 print(json.dumps(shown), flush=True)
