@@ -81,9 +81,10 @@ impl Inner {
                 Ok(Found { address, len: offer.len, size: offer.size })
             }
             Err(error) => {
-                // No work has used it; what the driver refuses to take back now is tried again later.
+                // No work has used it; what cannot be given back now is tried again later.
                 self.imports.lock().ending.push(import);
-                if !self.quiesce {
+                let quiet = |slow: &mut Slow| !self.capture_under_way() && self.quiesce_device(slow).is_ok();
+                if !self.quiesce || self.shut.load(Relaxed) || quiet(&mut slow) {
                     self.end_imports(&mut slow, 0);
                 }
                 Err(error)
@@ -115,9 +116,6 @@ impl Inner {
         {
             let mut slow = self.slow.lock();
             self.housekeep(&mut slow);
-            if self.quiesce && !self.capture_under_way() {
-                self.quiesce_device(&mut slow)?;
-            }
             let base = self.driver.reserve(offer.mapped)?;
             import.range = Some((base, offer.mapped));
             import.address = base + offer.offset;
@@ -128,10 +126,11 @@ impl Inner {
             let Some(tie) = import.tie.as_mut() else { return Err(ShareFault::Ended.into()) };
             // Without a lock: the other process may take its time.
             let pieces = tie.next()?;
-            let _slow = self.slow.lock();
+            let mut slow = self.slow.lock();
             if self.shut.load(Relaxed) {
                 return Err(Error::ShutDown);
             }
+            self.quiet_for_import(&mut slow)?;
             for (Piece { start, bytes }, descriptor) in pieces {
                 if bytes > end - at || import.parts.len() == offer.handles as usize {
                     return Err(ShareFault::Malformed("more handles came than were announced".into()).into());
@@ -148,6 +147,11 @@ impl Inner {
             return Err(ShareFault::Malformed("the handles have fewer bytes than were announced".into()).into());
         }
         Ok(())
+    }
+
+    /// Waits for the device where page tables may not be edited beside running kernels.
+    fn quiet_for_import(&self, slow: &mut Slow) -> Result<()> {
+        if self.quiesce && !self.capture_under_way() { self.quiesce_device(slow) } else { Ok(()) }
     }
 
     /// Unmaps and releases an import, gives its addresses back and tells the exporter. After an error what is left stays
@@ -219,9 +223,7 @@ impl Inner {
             {
                 let mut slow = self.slow.lock();
                 self.housekeep(&mut slow);
-                if self.quiesce && !self.capture_under_way() {
-                    self.quiesce_device(&mut slow)?;
-                }
+                self.quiet_for_import(&mut slow)?;
             }
             if !self.imports.lock().ending.iter().any(|import| import.address == address) {
                 return Ok(());
