@@ -66,6 +66,7 @@ pub use error::{Error, Result};
 pub use heap::{
     Allocation, Heap, HeapBuilder, OutOfMemoryCallback, PoolId, Region, RegionState, Stats, StreamFilter, TrimReport,
 };
+pub use plan::ahead::{Plan, PlanError, PlanSummary, RecordedBlock};
 
 /// The README's examples run as they stand.
 #[cfg(doctest)]
