@@ -4,6 +4,7 @@
 //! list of pending frees, the epochs' queue and the peaks are innermost. Nothing is held while waiting.
 #![forbid(unsafe_code)]
 
+use super::planned::Planned;
 use super::pools::Pools;
 use super::space::Space;
 use super::stats::Counters;
@@ -93,6 +94,7 @@ pub(crate) struct Inner {
     pub(super) edges: Arc<Edges>,
     pub(crate) pools: Pools,
     pub(crate) nvtx: Nvtx,
+    pub(super) planned: Option<Box<Planned>>,
     /// Of the two large segments together.
     pub(crate) history: Arc<History>,
     pub(crate) used: Arc<Used>,
@@ -153,6 +155,7 @@ impl Inner {
             edges,
             pools: Pools::default(),
             nvtx: Nvtx::off(),
+            planned: None,
             history: Arc::default(),
             used: Arc::default(),
             slots: (0..SEGMENTS).map(|_| OnceLock::new()).collect(),

@@ -1,10 +1,11 @@
 //! Plans made ahead: where each large block of a recorded run is to lie, should the run ask for the same again.
 //!
-//! [`period`] looks for the step that repeats, [`layout`] chooses the addresses, [`text`] is the file. Nothing here
-//! knows a heap.
+//! [`period`] looks for the step that repeats, [`layout`] chooses the addresses, [`text`] is the file, [`matcher`] says
+//! for each request of a running heap whether the plan foresaw it. Nothing here knows a heap.
 #![forbid(unsafe_code)]
 
 mod layout;
+pub(crate) mod matcher;
 mod period;
 mod text;
 
