@@ -46,7 +46,7 @@ typedef enum xseg_status {
   XSEG_MAPPING_LIMIT = 7,
   // The backend cannot be used here: no GPU, no driver.
   XSEG_UNAVAILABLE = 8,
-  // A key or value of the configuration is wrong.
+  // A key or value of the configuration is wrong, or the plan that it names.
   XSEG_CONFIG = 9,
   // The heap was shut down.
   XSEG_SHUT_DOWN = 10,

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use crate::units::{GIB, MIB};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// A size in bytes, or a share of the device's memory.
@@ -138,6 +139,8 @@ pub struct Config {
     pub backend: BackendChoice,
     /// Devices that get access to the memory, on `cuda`.
     pub peers: Peers,
+    /// A plan's file (`xseg plan`), which the heap follows as long as requests are those that it foresees.
+    pub plan: Option<PathBuf>,
     /// Print statistics to stderr when the heap is dropped.
     pub stats: bool,
     /// Ranges for NVIDIA's profilers around growth and moves, where the NVTX library is installed.
@@ -164,6 +167,7 @@ impl Default for Config {
             remap: RemapMode::Auto,
             backend: BackendChoice::Auto,
             peers: Peers::None,
+            plan: None,
             stats: false,
             nvtx: false,
             wait_limit: Duration::from_secs(10),

@@ -2,6 +2,7 @@
 
 use crate::units::human;
 use std::fmt;
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// Result of the library.
@@ -204,6 +205,14 @@ pub enum Error {
     /// A value of `XSEG_CONF` or of the builder is wrong.
     #[error("XSEG_CONF: {0}")]
     Config(String),
+    /// The file of `plan` in `XSEG_CONF` is no plan that can be followed.
+    #[error("plan:{}: {why}", path.display())]
+    Plan {
+        /// Its path.
+        path: PathBuf,
+        /// What [`crate::PlanError`] says: what is wrong and what to do.
+        why: String,
+    },
     /// The heap was shut down.
     #[error("the heap was shut down")]
     ShutDown,

@@ -68,6 +68,7 @@ pub use heap::{
     Allocation, Export, Heap, HeapBuilder, Imported, OutOfMemoryCallback, PoolId, Region, RegionState, Stats,
     StreamFilter, TrimReport,
 };
+pub use plan::ahead::{Plan, PlanError, PlanSummary, RecordedBlock};
 
 /// The README's examples run as they stand.
 #[cfg(doctest)]

@@ -18,6 +18,13 @@ const LAST: u64 = 16;
 const SPARE: u64 = 64;
 const SPARE_LEAST: u64 = 4;
 
+/// A handle behind addresses of a plan is at most this share of them, and this many times `handle_max`: what a plan puts there
+/// fits as long as it is followed. Where a step repeats, programs come back to it; a run that is planned as a whole
+/// may go on otherwise, and what lies idle in partly live handles is then missing.
+const PLANNED_STEP: u64 = 128;
+const PLANNED_RUN: u64 = 384;
+const PLANNED_TIMES: u32 = 4;
+
 /// Largest power of two that is at most `n`; 1 for 0.
 const fn floor_pow2(n: u64) -> u32 {
     match n {
@@ -37,6 +44,14 @@ pub(crate) fn handle_size(limit: u64, headroom: u64, handle_max: u32, (taken, fr
         (limit.saturating_mul(2) / CHURNING).saturating_sub(1) / 2
     };
     handle_max.min(floor_pow2(share.min(headroom / LAST)))
+}
+
+/// Largest handle behind addresses of a plan that takes `planned` granules, of a step that repeats or of a run; no smaller
+/// than for what comes and goes elsewhere.
+pub(crate) fn planned_handle_size(planned: u64, repeats: bool, limit: u64, headroom: u64, handle_max: u32) -> u32 {
+    let share = planned / if repeats { PLANNED_STEP } else { PLANNED_RUN };
+    let size = handle_max.saturating_mul(PLANNED_TIMES).min(floor_pow2(share));
+    size.max(handle_size(limit, headroom, handle_max, (1, 1)))
 }
 
 /// Granules that a growth step creates at least, when `step` is asked for.
@@ -60,6 +75,15 @@ mod tests {
         assert_eq!(size(32, 32, (1, 1)), 1);
         assert_eq!(size(24 * gib, 100, (100, 0)), 4);
         assert_eq!(size(24 * gib, 0, (100, 0)), 1);
+    }
+
+    #[test]
+    fn planned_handles_are_a_share_of_the_plan() {
+        let gib = 512;
+        let size = |planned, repeats, limit| planned_handle_size(planned, repeats, limit, limit, 16);
+        assert_eq!((size(24 * gib, true, 24 * gib), size(24 * gib, false, 24 * gib)), (64, 32));
+        assert_eq!((size(8 * gib, true, 8 * gib), size(8 * gib, false, 8 * gib)), (32, 8));
+        assert_eq!((size(1, true, 24 * gib), size(1, false, 1)), (16, 1), "no smaller than elsewhere");
     }
 
     #[test]

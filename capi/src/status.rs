@@ -27,7 +27,7 @@ pub enum xseg_status {
     XSEG_MAPPING_LIMIT = 7,
     /// The backend cannot be used here: no GPU, no driver.
     XSEG_UNAVAILABLE = 8,
-    /// A key or value of the configuration is wrong.
+    /// A key or value of the configuration is wrong, or the plan that it names.
     XSEG_CONFIG = 9,
     /// The heap was shut down.
     XSEG_SHUT_DOWN = 10,
@@ -85,7 +85,7 @@ impl From<Error> for Failure {
             Error::Driver(_) => xseg_status::XSEG_DRIVER,
             Error::MappingLimit { .. } => xseg_status::XSEG_MAPPING_LIMIT,
             Error::Unavailable { .. } => xseg_status::XSEG_UNAVAILABLE,
-            Error::Config(_) => xseg_status::XSEG_CONFIG,
+            Error::Config(_) | Error::Plan { .. } => xseg_status::XSEG_CONFIG,
             Error::ShutDown => xseg_status::XSEG_SHUT_DOWN,
             Error::Share(_) => xseg_status::XSEG_SHARE,
             _ => xseg_status::XSEG_INTERNAL,

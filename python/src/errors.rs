@@ -20,7 +20,7 @@ pub(crate) fn raise(error: xseg::Error) -> PyErr {
     let text = error.to_string();
     match error {
         xseg::Error::OutOfMemory(_) => OutOfMemoryError::new_err(text),
-        xseg::Error::Config(_) => ConfigError::new_err(text),
+        xseg::Error::Config(_) | xseg::Error::Plan { .. } => ConfigError::new_err(text),
         xseg::Error::InvalidPointer { .. } => PointerError::new_err(text),
         xseg::Error::Share(_) => ShareError::new_err(text),
         _ => Error::new_err(text),

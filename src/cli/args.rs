@@ -30,6 +30,14 @@ Examples:
 Limits are tried in steps of 0.05 % of peak requested, rounded down to 2 MiB. The answer is the lowest step \
 that completes together with the 20 steps above it.";
 
+pub(super) const PLAN_EXAMPLES: &str = "\
+Examples:
+  xseg plan run.pickle -o run.plan                      then train with XSEG_CONF=plan:run.plan
+  xseg replay run.pickle --backend sim --conf plan:run.plan --limit 1.01x
+
+Requests of more than 1 MiB are planned: the step that repeats with all before its first round, or, where none repeats, \
+the whole run. A program that asks for something else goes on by the ordinary rules until it asks for the same again.";
+
 /// Arguments of `replay` and `least`.
 #[derive(Debug, Args)]
 pub(super) struct RunArgs {
@@ -58,6 +66,23 @@ pub(super) struct RunArgs {
     #[arg(long, value_name = "FAULT", requires = "verify")]
     pub(super) inject: Option<Fault>,
     /// Print one JSON object a line instead of a table
+    #[arg(long)]
+    pub(super) json: bool,
+}
+
+/// Arguments of `plan`.
+#[derive(Debug, Args)]
+pub(super) struct PlanArgs {
+    /// The trace of the run (.trace, PyTorch snapshot .pickle, each also .xz or .zst)
+    #[arg(value_name = "TRACE")]
+    pub(super) trace: PathBuf,
+    /// Where the plan goes; without it only what was found is shown
+    #[arg(short, long, value_name = "FILE")]
+    pub(super) out: Option<PathBuf>,
+    /// How long after a free other streams may not have a block's place, in trace time: more than the device lags behind
+    #[arg(long, value_name = "DURATION", value_parser = duration, default_value = "100ms")]
+    pub(super) apart: Duration,
+    /// Print one JSON object instead of text
     #[arg(long)]
     pub(super) json: bool,
 }

@@ -7,12 +7,13 @@
 mod args;
 mod bench;
 mod files;
+mod plan;
 mod progress;
 mod run;
 mod show;
 mod tables;
 
-use args::{ConfArgs, InfoArgs, RunArgs};
+use args::{ConfArgs, InfoArgs, PlanArgs, RunArgs};
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -44,6 +45,9 @@ enum Command {
     /// Run the defragmentation suite: every allocator on every workload, with a page of HTML.
     #[command(after_help = format!("{}\n\n{}", bench::EXAMPLES, args::INPUTS))]
     Bench(bench::BenchArgs),
+    /// Choose ahead where each large block of a recorded run is to lie, for `plan:FILE` in XSEG_CONF.
+    #[command(after_help = format!("{}\n\n{}", args::PLAN_EXAMPLES, args::INPUTS))]
+    Plan(PlanArgs),
     /// Show every key of XSEG_CONF with its meaning, default and present value.
     #[command(after_help = "Example: XSEG_CONF=limit:40G xseg conf")]
     Conf(ConfArgs),
@@ -116,6 +120,7 @@ fn run_command(command: &Command) -> u8 {
         Command::Replay(args) => run::replay(args, &mut out),
         Command::Least(args) => run::least(args, &mut out),
         Command::Bench(args) => bench::bench(args, &mut out),
+        Command::Plan(args) => plan::plan(args, &mut out),
         Command::Conf(args) => show::conf(args, &mut out),
         Command::Info(args) => show::info(args, &mut out),
     };

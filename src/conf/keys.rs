@@ -53,7 +53,7 @@ impl Key {
 }
 
 /// Every key, in the order of the documentation.
-pub const KEYS: [Key; 18] = [
+pub const KEYS: [Key; 19] = [
     Key {
         name: "limit",
         meaning: "most physical memory that may exist; auto leaves 512 MiB or 1 %, whichever is more, to others",
@@ -284,6 +284,22 @@ pub const KEYS: [Key; 18] = [
                 "none" => Peers::None,
                 "all" => Peers::All,
                 v => Peers::Listed(v.split('+').map(device).collect::<Parsed<_>>()?),
+            };
+            Ok(())
+        },
+    },
+    Key {
+        name: "plan",
+        meaning: "a plan made by `xseg plan` from a recorded run: as long as a program asks for the same again, each large block \
+                  gets the place that was chosen ahead, on pieces of memory of up to four times `handle_max`",
+        values: "none, or a file (no comma in its path; `./none` for one of that name)",
+        default: "none",
+        show: |c| c.plan.as_ref().map_or_else(|| "none".into(), |path| path.display().to_string()),
+        set: |c, v| {
+            c.plan = match v {
+                "none" => None,
+                "" => return Err("it names no file".into()),
+                path => Some(path.into()),
             };
             Ok(())
         },

@@ -61,6 +61,11 @@ impl Inner {
     /// Serves a request from the bins, or by the slow path.
     fn alloc_cut(&self, bytes: u64, align: u64, stream: StreamId, key: Option<u64>) -> Result<Block> {
         let wanted = self.wanted_of(bytes, align, stream, key)?;
+        if let Some(planned) = &self.planned
+            && let Some(block) = self.follow(planned, &wanted)
+        {
+            return Ok(block);
+        }
         let slot = self.slot(wanted.segment);
         let mut segment = slot.segment.lock();
         if let Some(block) = self.take_uncached(&mut segment, &wanted) {

@@ -6,6 +6,7 @@
 
 use super::export::Exports;
 use super::import::Imports;
+use super::planned::Planned;
 use super::pools::Pools;
 use super::space::Space;
 use super::stats::Counters;
@@ -116,6 +117,7 @@ pub(crate) struct Inner {
     pub(super) edges: Arc<Edges>,
     pub(crate) pools: Pools,
     pub(crate) nvtx: Nvtx,
+    pub(super) planned: Option<Box<Planned>>,
     /// Of the two large segments together.
     pub(crate) history: Arc<History>,
     pub(crate) used: Arc<Used>,
@@ -179,6 +181,7 @@ impl Inner {
             edges,
             pools: Pools::default(),
             nvtx: Nvtx::off(),
+            planned: None,
             history: Arc::default(),
             used: Arc::default(),
             slots: (0..SEGMENTS).map(|_| OnceLock::new()).collect(),

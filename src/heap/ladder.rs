@@ -242,8 +242,6 @@ impl Inner {
         }
         let claim = self.claim(wanted.stream);
         let request = Request { len: wanted.len, align: wanted.align, claim };
-        let reserved = slow.physical.reserved();
-        let hard = (cap.saturating_sub(reserved)) / GRANULE;
         if wanted.bytes > cap {
             return Ok(Found::Nothing);
         }
@@ -257,26 +255,30 @@ impl Inner {
         if places.is_empty() {
             return Err(Error::AddressSpace { requested: wanted.bytes, reserved: self.space.bytes() });
         }
+        match self.memory_for(slow, &segment, wanted, cap, places.iter().take(PLACES)) {
+            Some((placement, supply)) => Ok(Found::Plan(segment, placement, supply)),
+            None => Ok(Found::Nothing),
+        }
+    }
+
+    /// The first of these places that memory can be had for, with the memory.
+    pub(super) fn memory_for(
+        &self,
+        slow: &Slow,
+        segment: &Segment,
+        wanted: &Wanted,
+        cap: u64,
+        places: impl Iterator<Item = Placement> + Clone,
+    ) -> Option<(Placement, Supply)> {
+        let reserved = slow.physical.reserved();
+        let hard = (cap.saturating_sub(reserved)) / GRANULE;
         let soft = (self.soft_limit(wanted.bytes).saturating_sub(reserved) / GRANULE).min(hard);
-        // A wait for the device invalidates captures; growth alone was made safe when the capture began.
-        let grow_only = self.quiesce && self.capture_under_way();
-        let large = wanted.segment < FIRST_POOL;
-        let terms = Terms {
-            budget: hard,
-            handle_max: self.handle_size(slow, soft, hard, wanted),
-            moves: self.config.defrag != Defrag::Off && !grow_only,
-            // Above a limit that was lowered, nothing is created for what is released.
-            rechunk: reserved <= cap && !grow_only,
-            step: self.growth_step(reserved, hard, large),
-            passed: self.epochs.passed(),
-            stale: large.then(|| self.history.now().saturating_sub(STALE_FREES)),
-            shared: self.streams.are_many(),
-        };
-        let idle = self.victims(slow, &segment, wanted, 0..0);
+        let terms = self.terms(slow, wanted, cap);
+        let idle = self.victims(slow, segment, wanted, 0..0);
         let budgets: &[Budget] =
             if soft < hard { &[Budget::Soft, Budget::Least, Budget::Hard] } else { &[Budget::Hard] };
         for budget in budgets {
-            for placement in places.iter().take(PLACES) {
+            for placement in places.clone() {
                 let keep = granule_floor(placement.claim.start)..granule_ceil(placement.claim.end);
                 let apart = |victim: &&Victim| victim.home >= keep.end || victim.home + victim.granules <= keep.start;
                 let victims: Vec<Victim> = idle.iter().filter(apart).copied().collect();
@@ -290,11 +292,32 @@ impl Inner {
                 };
                 let terms = Terms { budget, ..terms };
                 if let Some(supply) = source::supply(&placement, slow.physical.cached(), &victims, terms) {
-                    return Ok(Found::Plan(segment, placement, supply));
+                    return Some((placement, supply));
                 }
             }
         }
-        Ok(Found::Nothing)
+        None
+    }
+
+    /// What planning for a request may do while `cap` bytes may exist.
+    pub(super) fn terms(&self, slow: &Slow, wanted: &Wanted, cap: u64) -> Terms {
+        let reserved = slow.physical.reserved();
+        let hard = (cap.saturating_sub(reserved)) / GRANULE;
+        let soft = (self.soft_limit(wanted.bytes).saturating_sub(reserved) / GRANULE).min(hard);
+        // A wait for the device invalidates captures; growth alone was made safe when the capture began.
+        let grow_only = self.quiesce && self.capture_under_way();
+        let large = wanted.segment < FIRST_POOL;
+        Terms {
+            budget: hard,
+            handle_max: self.handle_size(slow, soft, hard, wanted),
+            moves: self.config.defrag != Defrag::Off && !grow_only,
+            // Above a limit that was lowered, nothing is created for what is released.
+            rechunk: reserved <= cap && !grow_only,
+            step: self.growth_step(reserved, hard, large),
+            passed: self.epochs.passed(),
+            stale: large.then(|| self.history.now().saturating_sub(STALE_FREES)),
+            shared: self.streams.are_many(),
+        }
     }
 
     /// Largest handle to create for a request, in granules, while `soft` or (with moves) `hard` may be created.
@@ -361,26 +384,29 @@ impl Inner {
 
     /// Gives the request's segment more addresses.
     pub(super) fn add_addresses(&self, wanted: &Wanted) -> Result<()> {
-        let bytes = u64::from(wanted.len) * UNIT + GRANULE;
+        self.add_span(wanted.segment, wanted.bytes, u64::from(wanted.len) * UNIT + GRANULE)
+    }
+
+    /// Gives a segment at least `bytes` more addresses, for a request of `requested`.
+    pub(super) fn add_span(&self, segment: u16, requested: u64, bytes: u64) -> Result<()> {
         let take = || {
-            if wanted.segment < FIRST_POOL {
-                self.space.take_low(wanted.segment, bytes)
+            if segment < FIRST_POOL {
+                self.space.take_low(segment, bytes)
             } else {
-                self.space.take_high(wanted.segment, bytes)
+                self.space.take_high(segment, bytes)
             }
         };
         let span = match take() {
             Some(span) => span,
             None => {
                 let size = self.reserve_bytes();
-                let least =
-                    bytes.checked_mul(2).ok_or(Error::AddressSpace { requested: wanted.bytes, reserved: size })?;
-                let full = Error::AddressSpace { requested: wanted.bytes, reserved: self.space.bytes() };
+                let least = bytes.checked_mul(2).ok_or(Error::AddressSpace { requested, reserved: size })?;
+                let full = Error::AddressSpace { requested, reserved: self.space.bytes() };
                 self.space.reserve(&self.driver, size, least).map_err(|_| full)?;
-                take().ok_or(Error::AddressSpace { requested: wanted.bytes, reserved: self.space.bytes() })?
+                take().ok_or(Error::AddressSpace { requested, reserved: self.space.bytes() })?
             }
         };
-        self.segment(wanted.segment).add_span(span.0, span.1);
+        self.segment(segment).add_span(span.0, span.1);
         Ok(())
     }
 

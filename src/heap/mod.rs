@@ -11,6 +11,7 @@ mod inner;
 mod ladder;
 mod last;
 mod layout;
+mod planned;
 mod pools;
 mod report;
 mod restore;
@@ -33,6 +34,7 @@ use crate::config::{Config, RemapMode, SizeOrShare};
 use crate::error::{Error, Result};
 use crate::units::{GIB, GRANULE, MIB, UNIT, round_down};
 use inner::{Block, Inner};
+use planned::Planned;
 use std::fmt;
 use std::sync::Arc;
 
@@ -127,7 +129,8 @@ impl HeapBuilder {
     /// Reserves addresses, maps the warm-up, and gives the heap.
     ///
     /// # Errors
-    /// [`crate::Error::Config`] for a contradiction, [`crate::Error::Unavailable`] for a backend that
+    /// [`crate::Error::Config`] for a contradiction, [`crate::Error::Plan`] for a plan that cannot be read,
+    /// [`crate::Error::Unavailable`] for a backend that
     /// cannot be used here, and what the driver refuses.
     pub fn build(self) -> Result<Heap> {
         let backend = match self.backend {
@@ -155,6 +158,7 @@ impl HeapBuilder {
             )));
         }
         let limit = if limit == u64::MAX { limit } else { round_down(limit, GRANULE) };
+        let planned = self.config.plan.as_deref().map(Planned::load).transpose()?;
         let nvtx = self.config.nvtx;
         let mut inner = Inner::new(Driver::new(backend, self.watchers), self.config, limit, quiesce);
         if nvtx {
@@ -163,6 +167,7 @@ impl HeapBuilder {
                 Err(why) => inner.space.note(format!("no NVTX ranges: {why}")),
             }
         }
+        inner.planned = planned.map(Box::new);
         inner.space.reserve(&inner.driver, inner.reserve_bytes(), GIB)?;
         let heap = Heap { inner: Arc::new(inner) };
         if warmup > 0 {

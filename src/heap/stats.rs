@@ -23,6 +23,8 @@ pub(crate) struct Counters {
     pub(crate) bytes_trimmed: AtomicU64,
     pub(crate) bytes_created: AtomicU64,
     pub(crate) teardown_nanos: AtomicU64,
+    pub(crate) planned: AtomicU64,
+    pub(crate) planned_elsewhere: AtomicU64,
 }
 
 /// What a heap did and holds. Sizes in bytes. Exact when no other thread is at work on the heap.
@@ -99,6 +101,10 @@ pub struct Stats {
     pub bytes_created: u64,
     /// Bytes copied: always 0.
     pub bytes_copied: u64,
+    /// Blocks that lie where the plan (`plan` in `XSEG_CONF`) says.
+    pub planned: u64,
+    /// Blocks that the plan foresaw and that lie elsewhere, since their place was not free.
+    pub planned_elsewhere: u64,
     /// Driver calls so far, in handles.
     pub driver_calls: DriverCalls,
     /// Time in driver calls in nanoseconds: modelled on `sim` and `host`, measured on `cuda`.
@@ -142,6 +148,8 @@ impl Inner {
             handles_trimmed: get(&counters.handles_trimmed),
             bytes_trimmed: get(&counters.bytes_trimmed),
             bytes_created: get(&counters.bytes_created),
+            planned: get(&counters.planned),
+            planned_elsewhere: get(&counters.planned_elsewhere),
             driver_calls: self.driver.calls(),
             driver_nanos: self.driver.nanos().total(),
             driver_call_nanos: self.driver.nanos(),

@@ -5,6 +5,7 @@
 //! in one place (`heap::execute`).
 #![forbid(unsafe_code)]
 
+pub(crate) mod ahead;
 pub(crate) mod contiguous;
 pub(crate) mod place;
 pub(crate) mod source;

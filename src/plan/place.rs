@@ -125,7 +125,7 @@ impl Places {
     }
 
     /// The places, best first.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = Placement> + '_ {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Placement> + Clone + '_ {
         self.ranked.iter().map(|(_, _, start, hole)| at(&self.pieces[hole.clone()], *start, self.len))
     }
 
@@ -133,6 +133,18 @@ impl Places {
     pub(crate) fn is_empty(&self) -> bool {
         self.ranked.is_empty()
     }
+}
+
+/// The placement of a request at `start`, on usable nodes from `first` on.
+pub(crate) fn exactly(segment: &Segment, first: NodeId, start: u32, request: Request) -> Option<Placement> {
+    let mut places = Places { len: request.len, ..Places::default() };
+    let (mut id, mut end) = (first, start);
+    while id != NIL && end <= start + request.len && usable(&segment.nodes[id], request) {
+        places.add(segment, id);
+        end = segment.nodes[id].end();
+        id = segment.nodes[id].next;
+    }
+    (end >= start + request.len).then(|| at(&places.pieces, start, request.len))
 }
 
 /// May the request lie on this node?

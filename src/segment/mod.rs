@@ -10,6 +10,7 @@ pub(crate) mod cache;
 mod cut;
 mod merge;
 pub(crate) mod nodes;
+pub(crate) mod spot;
 mod survey;
 
 use crate::edges::Edges;

@@ -6,6 +6,7 @@
 
 mod error;
 mod file;
+mod large;
 mod pickle;
 mod snapshot;
 mod text;
