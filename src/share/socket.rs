@@ -88,15 +88,19 @@ pub(super) fn receive(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<Receiv
     Ok(Received { len: message.bytes, descriptors })
 }
 
-/// Waits until one of `events` or a hang-up is there, at most `limit` (`None`: for ever); what is there.
+/// Waits until one of `events` or a hang-up is there, at most `limit` (`None`: for ever); what is there. Signals do not end it.
 pub(super) fn ready(socket: BorrowedFd<'_>, events: PollFlags, limit: Option<Duration>) -> Result<PollFlags, Errno> {
+    let until = limit.and_then(|limit| Instant::now().checked_add(limit));
     let mut asked = [PollFd::from_borrowed_fd(socket, events)];
-    let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
-    match poll(&mut asked, limit.as_ref()) {
-        // As if nothing had come: whoever waits looks again.
-        Ok(0) | Err(Errno::INTR) => Ok(PollFlags::empty()),
-        Ok(_) => Ok(asked[0].revents()),
-        Err(error) => Err(error),
+    loop {
+        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let left = left.and_then(|left| Timespec::try_from(left).ok());
+        match poll(&mut asked, left.as_ref()) {
+            Ok(0) => return Ok(PollFlags::empty()),
+            Ok(_) => return Ok(asked[0].revents()),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
     }
 }
 
