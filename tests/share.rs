@@ -397,3 +397,25 @@ fn nothing_that_is_imported_is_ever_anothers() {
     assert_eq!((stats.exported, stats.pending, stats.pinned, stats.reserved), (0, 0, 0, 0));
     drop(sides);
 }
+
+/// Other threads see epochs pass and give imports back meanwhile: no close of an idle import says that it is in use.
+#[test]
+fn threads_close_at_the_same_time() {
+    let (here, there) = (Side::new("limit:64MiB,handle_max:2MiB"), Side::new(""));
+    let block = here.heap.alloc(24 * MIB, S0).unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                for round in 0..1000 {
+                    let imported = there.import_of(&here, &block);
+                    match round % 2 {
+                        0 => drop(imported),
+                        _ => imported.close().unwrap_or_else(|error| panic!("round {round}: {error}")),
+                    }
+                }
+            });
+        }
+    });
+    there.heap.tick();
+    assert_eq!(there.heap.stats().imported, 0);
+}

@@ -219,23 +219,31 @@ impl Inner {
     pub(super) fn wait_for_end(&self, address: u64) -> Result<()> {
         let backend = self.driver.backend();
         let start = backend.now();
+        let mut stuck = false;
         loop {
-            {
+            let oldest = {
                 let mut slow = self.slow.lock();
                 self.housekeep(&mut slow);
                 self.quiet_for_import(&mut slow)?;
-            }
-            if !self.imports.lock().ending.iter().any(|import| import.address == address) {
-                return Ok(());
-            }
-            let oldest = self.epochs.oldest();
-            if oldest.is_none() || backend.now().saturating_sub(start) >= self.config.wait_limit {
-                return Err(ShareFault::InUse.into());
-            }
+                // With the driver lock: nobody else ends it between these two looks.
+                if !self.imports.lock().ending.iter().any(|import| import.address == address) {
+                    return Ok(());
+                }
+                self.epochs.oldest()
+            };
+            // A free on another thread may have seen the epoch pass since it was asked above; not so twice.
+            let nothing_to_wait_for = oldest.is_none() && std::mem::replace(&mut stuck, true);
+            let late = backend.now().saturating_sub(start) >= self.config.wait_limit;
             if let Some((_, events)) = oldest {
-                let waited = events.iter().try_for_each(|event| backend.wait(event, SLICE).map(drop));
+                let waited = match late {
+                    true => Ok(()),
+                    false => events.iter().try_for_each(|event| backend.wait(event, SLICE).map(drop)),
+                };
                 crate::epoch::recycle(backend, events);
                 waited?;
+            }
+            if late || nothing_to_wait_for {
+                return Err(ShareFault::InUse.into());
             }
         }
     }
