@@ -6,7 +6,7 @@ use super::inner::Inner;
 use crate::backend::StreamId;
 use crate::error::{Error, Result};
 use crate::segment::nodes::{Kind, NIL};
-use crate::units::UNIT;
+use crate::units::{GRANULE, UNIT};
 
 impl Inner {
     /// Makes a block of a capture pool live again at its place, all of which is free by now.
@@ -15,7 +15,9 @@ impl Inner {
         let refused = |why: &str| {
             Error::InvalidArgument(format!("a block of {bytes} bytes at {address:#x} cannot live again: {why}"))
         };
-        if bytes == 0 || !bytes.is_multiple_of(UNIT) || requested > bytes {
+        // Rounding takes a granule at most (`alloc_contiguous`), and a node has 32 bits for it.
+        let rounded = bytes.checked_sub(requested);
+        if bytes == 0 || !bytes.is_multiple_of(UNIT) || rounded.is_none_or(|rounded| rounded > GRANULE) {
             return Err(refused("no block has these sizes"));
         }
         let place = self.space.locate(address).filter(|place| place.aligned);
