@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use std::ffi::c_char;
 use std::fs::File;
 use std::io::{BufWriter, Write};
+use std::os::unix::fs::MetadataExt;
 use std::time::Instant;
 use xseg::RegionState;
 
@@ -20,6 +21,8 @@ struct Recording {
     began: Instant,
     out: BufWriter<File>,
     path: String,
+    /// Device and inode of the file.
+    file: (u64, u64),
     /// Why the file could not be written.
     failed: Option<std::io::Error>,
 }
@@ -85,7 +88,7 @@ fn unwritten(path: &str, error: &std::io::Error) -> Failure {
 }
 
 /// From now on every allocation, free and declared use of a heap is written to a trace file, which `xseg replay` reads,
-/// beginning with the blocks that are live. Times are microseconds since the call. A heap has one recording at a time. What other
+/// beginning with the blocks that are live. Times are microseconds since the call. A heap has one recording at a time, and a file. What other
 /// threads allocate or free while this is called may stay live in the trace. Only allocations by this interface are seen.
 ///
 /// # Safety
@@ -101,7 +104,15 @@ pub unsafe extern "C" fn xseg_record_start(handle: *mut xseg_heap, path: *const 
             if recordings.now.iter().any(|recording| recording.heap == handle.addr()) {
                 return Err(Failure::argument("the heap is being recorded already; stop that recording first"));
             }
+            // Before it is emptied: two recordings would write over each other.
+            if let Ok(there) = std::fs::metadata(path)
+                && there.is_file()
+                && recordings.now.iter().any(|recording| recording.file == (there.dev(), there.ino()))
+            {
+                return Err(Failure::argument(format!("{path} is being recorded to already; name another file")));
+            }
             let file = File::create(path).map_err(|error| unwritten(path, &error))?;
+            let found_at = file.metadata().map_err(|error| unwritten(path, &error))?;
             let mut out = BufWriter::with_capacity(1 << 18, file);
             let backend = format!("{:?}", found.backend().kind()).to_lowercase();
             let heads = writeln!(out, "# recorded by xseg {}", env!("CARGO_PKG_VERSION"))
@@ -110,7 +121,8 @@ pub unsafe extern "C" fn xseg_record_start(handle: *mut xseg_heap, path: *const 
             recordings.begun += 1;
             let number = recordings.begun;
             let (heap, path) = (handle.addr(), path.to_owned());
-            recordings.now.push(Recording { heap, number, blocks: 0, began: Instant::now(), out, path, failed: None });
+            let (file, began) = ((found_at.dev(), found_at.ino()), Instant::now());
+            recordings.now.push(Recording { heap, number, blocks: 0, began, out, path, file, failed: None });
         }
         noted::want(noted::RECORDINGS);
         let device = crate::devices::number(handle.addr());

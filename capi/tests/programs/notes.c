@@ -69,6 +69,8 @@ static void recordings(const char *path) {
   CHECK(xseg_record_start(heap, "/nowhere/at.trace") == XSEG_IO && strstr(xseg_last_error(), "/nowhere/at.trace") != NULL);
   CHECK(xseg_alloc(heap, 7 * MIB, stream, &early) == XSEG_OK);
   CHECK(xseg_record_start(heap, path) == XSEG_OK && xseg_record_start(heap, path) == XSEG_INVALID_ARGUMENT);
+  /* One file takes one recording. */
+  CHECK(xseg_record_start(second, path) == XSEG_INVALID_ARGUMENT && strstr(xseg_last_error(), path) != NULL);
   CHECK(xseg_alloc(second, MIB, stream, &elsewhere) == XSEG_OK);
   CHECK(xseg_alloc(heap, 5000, (xseg_stream)7, &block) == XSEG_OK);
   CHECK(xseg_record_use(heap, block, (xseg_stream)9) == XSEG_OK);
