@@ -277,6 +277,29 @@ fn what_cannot_be_shared_is_said() {
     assert_eq!(here.heap.stats().exported, 0);
 }
 
+/// The exporter's heap ends while its handles are handed over: the importer has all of them, or hears that the other side ended.
+#[test]
+fn the_end_of_the_exporters_heap_during_an_import() {
+    for round in 0..40 {
+        let (here, there) = (Side::new("limit:1GiB,handle_max:2MiB,growth:exact"), Side::new(""));
+        let block = here.heap.alloc(700 * MIB, S0).unwrap();
+        here.stamp(block.address(), block.len(), round);
+        let export = here.heap.export(block.address()).unwrap();
+        let heap = there.heap.clone();
+        let importer = std::thread::spawn(move || heap.import(export));
+        std::thread::sleep(Duration::from_micros(round * 100));
+        here.heap.shut_down();
+        match importer.join().unwrap() {
+            Ok(imported) => there.expect(imported.address(), imported.len(), round),
+            Err(Error::Share(ShareFault::Ended)) => {}
+            Err(error) => panic!("round {round}: {error}"),
+        }
+        holds(&here.device, 0);
+        there.heap.tick();
+        holds(&there.device, 1);
+    }
+}
+
 /// Exports, imports, frees and pressure on several threads at once.
 #[test]
 fn threads_share_at_the_same_time() {

@@ -277,6 +277,10 @@ fn serve(heap: Weak<Inner>, server: Server, rest: Vec<Behind>) -> Result<(), Sha
             }
             let Some(heap) = heap.upgrade() else { return };
             let pieces = batch.iter().map(|one| heap.piece(one)).collect::<Result<Vec<_>, _>>();
+            // Its end has released the handles, and hangs up by itself.
+            if heap.shut.load(Relaxed) {
+                return;
+            }
             drop(heap);
             let queued = pieces.map_err(|error| error.to_string());
             let queued = queued.and_then(|pieces| server.queue(&pieces).map_err(|error| error.to_string()));
