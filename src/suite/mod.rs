@@ -121,7 +121,8 @@ pub(crate) fn run(options: &Options, progress: &dyn Progress) -> Result<Vec<Meas
         }
     };
     std::thread::scope(|scope| {
-        for _ in 1..options.jobs.max(1) {
+        // No more threads than pairs, whatever was asked for.
+        for _ in 1..options.jobs.min(jobs.len()) {
             scope.spawn(work);
         }
         work();

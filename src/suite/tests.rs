@@ -178,6 +178,13 @@ fn two_runs_give_the_same_figures_whatever_the_threads() {
 }
 
 #[test]
+fn no_more_threads_than_pairs() {
+    let mut options = options(vec![workload("gaps", GAPS)], &["xseg"], 80 * MIB);
+    options.jobs = usize::MAX;
+    assert_eq!(run(&options, &Told::default()).unwrap().len(), 1);
+}
+
+#[test]
 fn a_configuration_that_cannot_be_is_an_error() {
     let mut options = options(vec![workload("gaps", GAPS)], &["xseg"], 80 * MIB);
     options.config.warmup = 1 << 30;
