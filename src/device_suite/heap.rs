@@ -4,7 +4,7 @@ use super::report::{Section, Table};
 use super::{Suite, growth, median, micros, remap, timed};
 use std::time::{Duration, Instant};
 use xseg::backend::{Backend, EventScope, StreamId};
-use xseg::units::{GIB, MIB, human};
+use xseg::units::{GIB, GRANULE, MIB, human};
 use xseg::{Allocation, Error, Heap};
 
 const SPIN: u64 = 200_000_000;
@@ -62,7 +62,7 @@ fn scattered(suite: &Suite, heap: &Heap, stream: StreamId) -> Result<[Allocation
 
 /// How long a request takes that moves memory of a busy block, over and over; a single sample may hold a rare slow call.
 fn busy_times(suite: &Suite, section: &mut Section, one: StreamId) -> Result<(), Error> {
-    let limit = Duration::from_millis(1);
+    let limit = Duration::from_millis(suite.choose(1, 10));
     let mut taken = Vec::new();
     for round in 0..suite.choose(9, 3) {
         let heap = heap(suite, "limit:48MiB,handle_max:8MiB,growth:exact")?;
@@ -160,7 +160,11 @@ fn other_memory(suite: &Suite, section: &mut Section, [one, two]: [StreamId; 2])
         stats.gpu_waits
     );
     let waits = stats.host_waits + stats.gpu_waits;
-    let right = running && apart && stats.handles_moved == 0 && waits == 0 && took < Duration::from_millis(2);
+    let right = running
+        && apart
+        && stats.handles_moved == 0
+        && waits == 0
+        && took < suite.choose(Duration::from_millis(2), Duration::from_millis(20));
     section.check("other stream: other memory where there is any, without a wait", found, right);
     let wrong = suite.kernels.mismatches()?.count;
     section.check("other stream (other memory): no late write is seen", format!("{wrong} wrong words"), wrong == 0);
@@ -180,7 +184,7 @@ fn other_stream(suite: &Suite, section: &mut Section, [one, two]: [StreamId; 2],
     let found =
         format!("{:.2} ms, {} host waits, {} GPU waits", took.as_secs_f64() * 1e3, stats.host_waits, stats.gpu_waits);
     let right = if mode == "wait" {
-        took < Duration::from_millis(1) && stats.gpu_waits > 0 && stats.host_waits == 0
+        took < Duration::from_millis(suite.choose(1, 10)) && stats.gpu_waits > 0 && stats.host_waits == 0
     } else {
         took > Duration::from_millis(100) && stats.host_waits == 1 && stats.gpu_waits == 0
     };
@@ -229,28 +233,31 @@ pub(crate) fn speed(suite: &Suite) -> Result<Section, Error> {
     let mut section = Section::default();
     let bytes = suite.at_most(suite.growth, GIB)?;
     let rounds = suite.choose(8, 1);
-    let mut table = Table::new(&["handle MiB", "heap ms", "bare loop ms", "heap / bare"]);
+    let mut table = Table::new(&["handle_max MiB", "handles", "heap ms", "bare loop ms", "heap / bare"]);
     for size in [64u64, 128, 256] {
         let (mut own, mut bare, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+        // What the heap makes of its bound on this device; the bare loop creates as many.
+        let handles = grown(suite, bytes, size)?.1;
+        let same = growth::split(bytes, bytes.div_ceil(handles).next_multiple_of(GRANULE));
         for round in 0..rounds {
             let mut pair = [0.0; 2];
             // Each goes first in turn: what was given back just before makes the next creates dearer.
             for turn in [round % 2, 1 - round % 2] {
-                pair[turn] = if turn == 0 {
-                    grown(suite, bytes, size)?
-                } else {
-                    micros(growth::bare(suite, &growth::split(bytes, size * MIB))?.0) / 1e3
-                };
+                pair[turn] =
+                    if turn == 0 { grown(suite, bytes, size)?.0 } else { micros(growth::bare(suite, &same)?.0) / 1e3 };
             }
             own.push(pair[0]);
             bare.push(pair[1]);
             ratios.push(pair[0] / pair[1]);
         }
         let (own, bare, ratio) = (median(&mut own), median(&mut bare), median(&mut ratios));
-        table.row([size.into(), own.into(), bare.into(), ratio.into()]);
+        table.row([size.into(), handles.into(), own.into(), bare.into(), ratio.into()]);
         section.check(
-            &format!("growth to {} with handles of {size} MiB is within 1.1 of a bare loop", human(bytes)),
-            format!("{own:.1} ms; median of {rounds} rounds' ratios {ratio:.2}"),
+            &format!("growth to {} with handle_max:{size}MiB is within 1.1 of a bare loop", human(bytes)),
+            format!(
+                "{own:.1} ms, {handles} handles, {} in the bare loop; median of {rounds} rounds' ratios {ratio:.2}",
+                same.len()
+            ),
             ratio <= 1.1,
         );
     }
@@ -276,12 +283,12 @@ pub(crate) fn speed(suite: &Suite) -> Result<Section, Error> {
     Ok(section)
 }
 
-/// Milliseconds of one request that a new heap serves by growth.
-fn grown(suite: &Suite, bytes: u64, handle_mib: u64) -> Result<f64, Error> {
+/// Milliseconds of one request that a new heap serves by growth, and how many handles it created.
+fn grown(suite: &Suite, bytes: u64, handle_mib: u64) -> Result<(f64, u64), Error> {
     let heap = heap(suite, &format!("handle_max:{handle_mib}MiB,growth:exact"))?;
     let (block, took) = timed(|| heap.alloc(bytes, StreamId(0)))?;
     drop(block);
-    Ok(micros(took) / 1e3)
+    Ok((micros(took) / 1e3, heap.stats().driver_calls.create))
 }
 
 /// Time of one request that is served by moving `count` scattered handles of `size` bytes.
