@@ -17,7 +17,7 @@ fn error(text: &str) -> String {
 fn every_key_is_read() {
     let config = Config::parse(
         "limit:40G, reserve:1TiB,growth:step=64MiB,handle_max:128MiB,warmup:1GiB,shrink:idle=5s,keep:512M,\
-         defrag:eager,slack:5%,small_limit:512K,cross_stream:wait,remap:quiesce,backend:cuda=3,peers:0+2,\
+         defrag:eager,slack:5%,small_limit:512K,cross_stream:wait,remap:quiesce,backend:cuda=3,peers:0+2,plan:/runs/a:b.plan,\
          stats:on,nvtx:on,wait_limit:200ms",
     )
     .unwrap();
@@ -35,6 +35,7 @@ fn every_key_is_read() {
     assert_eq!(config.remap, RemapMode::Quiesce);
     assert_eq!(config.backend, BackendChoice::Cuda(3));
     assert_eq!(config.peers, Peers::Listed(vec![0, 2]));
+    assert_eq!(config.plan.as_deref(), Some(std::path::Path::new("/runs/a:b.plan")));
     assert!(config.stats && config.nvtx);
     assert_eq!(config.wait_limit, Duration::from_millis(200));
 }
