@@ -23,6 +23,8 @@ struct Recording {
     path: String,
     /// Device and inode of the file.
     file: (u64, u64),
+    /// The process that records: a child that it forks off has a copy, of which nothing may reach the file.
+    process: u32,
     /// Why the file could not be written.
     failed: Option<std::io::Error>,
 }
@@ -46,7 +48,7 @@ static RECORDINGS: Mutex<Recordings> = Mutex::new(Recordings { begun: 0, now: Ve
 impl Recording {
     /// Writes a line that ends with the time. Under the lock, so that times rise.
     fn line(&mut self, text: std::fmt::Arguments<'_>) {
-        if self.failed.is_none() {
+        if self.failed.is_none() && self.process == std::process::id() {
             let time = self.began.elapsed().as_micros();
             self.failed = writeln!(self.out, "{text},{time}").err();
         }
@@ -122,7 +124,17 @@ pub unsafe extern "C" fn xseg_record_start(handle: *mut xseg_heap, path: *const 
             let number = recordings.begun;
             let (heap, path) = (handle.addr(), path.to_owned());
             let (file, began) = ((found_at.dev(), found_at.ino()), Instant::now());
-            recordings.now.push(Recording { heap, number, blocks: 0, began, out, path, file, failed: None });
+            recordings.now.push(Recording {
+                heap,
+                number,
+                blocks: 0,
+                began,
+                out,
+                path,
+                file,
+                process: std::process::id(),
+                failed: None,
+            });
         }
         noted::want(noted::RECORDINGS);
         let device = crate::devices::number(handle.addr());
@@ -151,6 +163,13 @@ pub extern "C" fn xseg_record_stop(handle: *mut xseg_heap) -> xseg_status {
         let Some(mut ended) = ended else {
             return Err(Failure::argument("the heap is not being recorded"));
         };
+        if ended.process != std::process::id() {
+            // What waits to be written is the parent's to write.
+            let _ = ended.out.into_parts();
+            return Err(Failure::argument(
+                "the recording is of the process that this one was forked off; stop it there",
+            ));
+        }
         let flushed = ended.out.flush();
         match ended.failed.or(flushed.err()) {
             Some(error) => Err(unwritten(&ended.path, &error)),
