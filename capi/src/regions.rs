@@ -62,6 +62,18 @@ impl From<&Region> for xseg_region {
     }
 }
 
+/// What is read of a region that the caller fills: all before `state`, in which anything may stand.
+#[repr(C)]
+struct Told {
+    address: *mut c_void,
+    bytes: u64,
+    requested: u64,
+    stream: xseg_stream,
+    pool: xseg_pool,
+}
+
+const _: () = assert!(std::mem::offset_of!(xseg_region, pool) == std::mem::offset_of!(Told, pool));
+
 /// Makes a block of a capture pool live again where it lay: `block` is what `xseg_regions` said of it while it was live, and all
 /// of its memory must be free by now, for its stream. With the frees of what came after it this is a checkpoint of a pool.
 ///
@@ -71,11 +83,11 @@ impl From<&Region> for xseg_region {
 pub unsafe extern "C" fn xseg_restore_block(handle: *mut xseg_heap, block: *const xseg_region) -> xseg_status {
     guard(|| {
         place(block.cast_mut(), "block")?;
-        // SAFETY: not null, and the caller's.
-        let block = unsafe { block.read() };
-        let (address, sizes) = (block.address.addr() as u64, (block.requested, block.bytes));
-        heap(handle)?.restore_block(block.pool.into(), address, sizes, crate::stream_id(block.stream))?;
-        crate::heap::with_note(handle, block.requested, block.stream, Ok(address)).map(drop)
+        // SAFETY: not null, and the caller's; the fields read are the first of a region.
+        let Told { address, bytes, requested, stream, pool } = unsafe { block.cast::<Told>().read() };
+        let address = address.addr() as u64;
+        heap(handle)?.restore_block(pool.into(), address, (requested, bytes), crate::stream_id(stream))?;
+        crate::heap::with_note(handle, requested, stream, Ok(address)).map(drop)
     })
 }
 
