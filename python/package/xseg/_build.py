@@ -86,7 +86,17 @@ def torch_part() -> str:
     libraries = [f"-L{torch_folder}/lib", "-ltorch_cuda", "-lc10_cuda", "-lc10", f"-Wl,-rpath,{torch_folder}/lib"]
     libraries += _loaded("libstdc++.so.6")
     text = "".join(part.read_text() for part in (_SOURCE, *_PARTS))
-    seed = [torch.__version__, str(torch_folder), str(native), compiler, cuda, _native.header(), text, *flags, *libraries]
+    seed = [
+        torch.__version__,
+        str(torch_folder),
+        str(native),
+        compiler,
+        cuda,
+        _native.header(),
+        text,
+        *flags,
+        *libraries,
+    ]
     key = hashlib.sha256("\0".join(seed).encode()).hexdigest()[:20]
     try:
         folder = cache_folder()
