@@ -14,12 +14,14 @@ use crate::error::{DriverCall, DriverError};
 use crate::units::{GRANULE, human, round_up};
 use parking_lot::Mutex;
 use ranges::{Runs, Uses};
+use state::{Handle, Mapping, State};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 mod capture;
 mod ranges;
+mod state;
 
 pub use capture::SimGraph;
 
@@ -49,91 +51,6 @@ impl Default for SimOptions {
             reserve_max: None,
             context_events: true,
             concurrent_remap: true,
-        }
-    }
-}
-
-#[derive(Debug)]
-struct Handle {
-    bytes: u64,
-    mappings: u32,
-    released: bool,
-}
-
-#[derive(Debug)]
-struct Mapping {
-    bytes: u64,
-    handle: u64,
-}
-
-#[derive(Debug)]
-struct State {
-    /// Address → bytes.
-    reservations: BTreeMap<u64, u64>,
-    handles: BTreeMap<u64, Handle>,
-    mappings: BTreeMap<u64, Mapping>,
-    accessible: Runs,
-    uses: Uses,
-    in_use: u64,
-    next_address: u64,
-    next_handle: u64,
-    violations: Vec<String>,
-}
-
-impl State {
-    /// A broken rule: noted, and an error for the caller.
-    fn broken(&mut self, call: DriverCall, why: String) -> DriverError {
-        self.violations.push(format!("{call}: {why}"));
-        DriverError::new(call, why)
-    }
-
-    /// The mapping that is exactly this range, or why there is none.
-    fn exact(&self, address: u64, bytes: u64) -> Result<&Mapping, String> {
-        match self.mappings.get(&address) {
-            Some(mapping) if mapping.bytes == bytes => Ok(mapping),
-            Some(mapping) => {
-                Err(format!("{} at {address:#x} is not the whole mapping of {}", human(bytes), human(mapping.bytes)))
-            }
-            None => Err(format!("no mapping starts at {address:#x}")),
-        }
-    }
-
-    fn may_map(&self, address: u64, handle: u64, bytes: u64) -> Result<(), String> {
-        let known = self.handles.get(&handle).filter(|h| !h.released);
-        let size = known.ok_or_else(|| format!("handle {handle} does not exist"))?.bytes;
-        if size != bytes {
-            return Err(format!("handle {handle} has {}, not {}", human(size), human(bytes)));
-        }
-        if !address.is_multiple_of(GRANULE) {
-            return Err(format!("{address:#x} is not on a granule"));
-        }
-        let end = address.checked_add(bytes).ok_or("the range overflows")?;
-        let inside = self.reservations.range(..=address).next_back().is_some_and(|(at, len)| end <= at + len);
-        if !inside {
-            return Err(format!("{} at {address:#x} are not in one reservation", human(bytes)));
-        }
-        match self.mappings.range(..end).next_back() {
-            Some((at, mapping)) if at + mapping.bytes > address => Err(format!("{at:#x} is mapped already")),
-            _ => Ok(()),
-        }
-    }
-
-    fn may_use(&mut self, address: u64, bytes: u64) -> Result<(), DriverError> {
-        if self.accessible.covers(address, address.saturating_add(bytes)) {
-            return Ok(());
-        }
-        let why = format!("work on {} at {address:#x}, which is not mapped with access throughout", human(bytes));
-        Err(self.broken(DriverCall::Other, why))
-    }
-
-    /// Frees a released handle's memory once nothing maps it.
-    fn settle(&mut self, handle: u64) {
-        if let Some(h) = self.handles.get(&handle)
-            && h.released
-            && h.mappings == 0
-        {
-            self.in_use -= h.bytes;
-            self.handles.remove(&handle);
         }
     }
 }

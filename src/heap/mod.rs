@@ -1,6 +1,8 @@
 //! The heap: what a program allocates from.
 
 mod after;
+mod allocation;
+mod builder;
 mod captures;
 mod contiguous;
 mod execute;
@@ -22,20 +24,19 @@ mod streams;
 mod tally;
 mod warm;
 
+pub use allocation::Allocation;
+pub use builder::HeapBuilder;
 pub use captures::{PoolId, StreamFilter};
 pub use export::Export;
 pub use import::Imported;
 pub use layout::{Region, RegionState};
 pub use stats::Stats;
 
-use crate::backend::driver::Driver;
-use crate::backend::nvtx::Nvtx;
-use crate::backend::{Backend, ClientEvent, ExportedHandle, MappingCallback, StreamId};
-use crate::config::{Config, RemapMode, SizeOrShare};
-use crate::error::{Error, Result};
-use crate::units::{GIB, GRANULE, MIB, UNIT, round_down};
-use inner::{Block, Inner};
-use planned::Planned;
+use crate::backend::{Backend, ClientEvent, ExportedHandle, StreamId};
+use crate::config::Config;
+use crate::error::Result;
+use crate::units::{GRANULE, UNIT, round_down};
+use inner::Inner;
 use std::fmt;
 use std::sync::Arc;
 
@@ -73,110 +74,6 @@ pub struct TrimReport {
     pub released: u64,
     /// Still reserved.
     pub reserved: u64,
-}
-
-/// Makes a [`Heap`].
-#[derive(Default)]
-pub struct HeapBuilder {
-    config: Config,
-    backend: Option<Arc<dyn Backend>>,
-    watchers: Vec<MappingCallback>,
-}
-
-impl fmt::Debug for HeapBuilder {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { config, backend, watchers } = self;
-        let watchers = watchers.len();
-        f.debug_struct("HeapBuilder")
-            .field("config", config)
-            .field("backend", backend)
-            .field("watchers", &watchers)
-            .finish()
-    }
-}
-
-impl HeapBuilder {
-    /// A policy in the form of `XSEG_CONF`.
-    ///
-    /// # Errors
-    /// [`crate::Error::Config`] names the key and lists what is allowed.
-    pub fn conf(mut self, conf: &str) -> Result<Self> {
-        self.config = Config::parse(conf)?;
-        Ok(self)
-    }
-
-    /// The whole policy at once.
-    #[must_use]
-    pub fn config(mut self, config: Config) -> Self {
-        self.config = config;
-        self
-    }
-
-    /// A backend of the caller's, instead of the one that the policy names.
-    #[must_use]
-    pub fn backend(mut self, backend: Arc<dyn Backend>) -> Self {
-        self.backend = Some(backend);
-        self
-    }
-
-    /// Adds a function that is told of every mapping from the warm-up on; [`MappingCallback`] says when it is
-    /// called and what it may do.
-    #[must_use]
-    pub fn on_mapping(mut self, callback: MappingCallback) -> Self {
-        self.watchers.push(callback);
-        self
-    }
-
-    /// Reserves addresses, maps the warm-up, and gives the heap.
-    ///
-    /// # Errors
-    /// [`crate::Error::Config`] for a contradiction, [`crate::Error::Plan`] for a plan that cannot be read,
-    /// [`crate::Error::Unavailable`] for a backend that
-    /// cannot be used here, and what the driver refuses.
-    pub fn build(self) -> Result<Heap> {
-        let backend = match self.backend {
-            Some(backend) => backend,
-            None => crate::backend::open_with(self.config.backend, &self.config)?,
-        };
-        let total = backend.memory()?.total;
-        let limit = match self.config.limit {
-            Some(SizeOrShare::Bytes(bytes)) => bytes,
-            Some(SizeOrShare::Share(share)) => (total as f64 * share) as u64,
-            None if total == u64::MAX => u64::MAX,
-            // Others need some: the driver loads kernels into it.
-            None => total - (total / 100).max(512 * MIB).min(total),
-        };
-        let quiesce = match self.config.remap {
-            RemapMode::Quiesce => true,
-            RemapMode::Concurrent => false,
-            RemapMode::Auto => !backend.capabilities().concurrent_remap,
-        };
-        let warmup = self.config.warmup;
-        if warmup > limit {
-            let (warmup, limit) = (crate::units::human(warmup), crate::units::human(limit));
-            return Err(Error::Config(format!(
-                "the settings contradict each other: warmup {warmup} is more than the limit of {limit} on this device"
-            )));
-        }
-        let limit = if limit == u64::MAX { limit } else { round_down(limit, GRANULE) };
-        crate::lock::prepare();
-        let planned = self.config.plan.as_deref().map(Planned::load).transpose()?;
-        let nvtx = self.config.nvtx;
-        let mut inner = Inner::new(Driver::new(backend, self.watchers), self.config, limit, quiesce);
-        if nvtx {
-            match Nvtx::load() {
-                Ok(nvtx) => inner.nvtx = nvtx,
-                Err(why) => inner.space.note(format!("no NVTX ranges: {why}")),
-            }
-        }
-        inner.planned = planned.map(Box::new);
-        inner.space.reserve(&inner.driver, inner.reserve_bytes(), GIB)?;
-        let heap = Heap { inner: Arc::new(inner) };
-        if warmup > 0 {
-            heap.inner.warm_up(warmup)?;
-        }
-        Ok(heap)
-    }
 }
 
 impl Heap {
@@ -402,78 +299,5 @@ impl Drop for Inner {
             eprintln!("xseg: {:#?}", self.stats());
         }
         self.shut_down();
-    }
-}
-
-/// A block of device memory, freed when dropped.
-#[must_use = "the block is freed when this is dropped"]
-pub struct Allocation {
-    heap: Heap,
-    block: Block,
-    bytes: u64,
-    stream: StreamId,
-    owned: bool,
-}
-
-impl Allocation {
-    /// First address.
-    #[must_use]
-    pub fn address(&self) -> u64 {
-        self.block.address
-    }
-
-    /// Bytes asked for.
-    #[must_use]
-    pub fn len(&self) -> u64 {
-        self.bytes
-    }
-
-    /// Was nothing asked for?
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.bytes == 0
-    }
-
-    /// Bytes that it takes up, a multiple of 512.
-    #[must_use]
-    pub fn size(&self) -> u64 {
-        self.block.bytes
-    }
-
-    /// The stream that it was allocated for.
-    #[must_use]
-    pub fn stream(&self) -> StreamId {
-        self.stream
-    }
-
-    /// See [`Heap::record_use`].
-    ///
-    /// # Errors
-    /// [`crate::Error::DeadStream`].
-    pub fn record_use(&self, stream: StreamId) -> Result<()> {
-        self.heap.record_use(self.block.address, stream)
-    }
-
-    /// The bare address; the block is freed by [`Heap::free_raw`] from now on.
-    #[must_use]
-    pub fn into_raw(mut self) -> u64 {
-        self.owned = false;
-        self.block.address
-    }
-}
-
-impl fmt::Debug for Allocation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Allocation({} B at {:#x} on stream {})", self.bytes, self.block.address, self.stream.0)
-    }
-}
-
-impl Drop for Allocation {
-    fn drop(&mut self) {
-        if self.owned
-            && let Err(error) = self.heap.free_raw(self.block.address)
-        {
-            tracing::error!(%error, "a block could not be freed when it was dropped");
-        }
     }
 }
