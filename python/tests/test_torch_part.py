@@ -304,3 +304,34 @@ for call in (lambda: torch._C._cuda_checkPoolLiveAllocations(0, (0, 1), set()), 
         assert "cudagraph_trees = False" in str(error), error
 """,
     )
+
+
+def test_tensors_for_other_processes_name_xseg(modes: list[str]) -> None:
+    run(
+        "full",
+        """
+from torch.multiprocessing import reductions
+from xseg import _ipc
+assert reductions.rebuild_cuda_tensor is _ipc.rebuild_cuda_tensor
+assert b"xseg._ipc" in pickle.dumps(reductions.rebuild_cuda_tensor)
+# PyTorch's own function does the work: of nothing it needs no GPU.
+parts = (torch.Tensor, (0,), (1,), 0, torch.storage.TypedStorage, torch.float32, "cpu", None, 0, 0, False, None, 0, None, False)
+assert reductions.rebuild_cuda_tensor(*parts).shape == (0,)
+""",
+    )
+
+
+def test_tensors_without_the_part_say_what_to_do(modes: list[str]) -> None:
+    run(
+        "plain",
+        """
+from xseg import _ipc
+storage = torch.UntypedStorage(8)
+for call in (storage._share_cuda_, lambda: torch.UntypedStorage._new_shared_cuda(0, b"", 8), lambda: _ipc.rebuild_cuda_tensor(1)):
+    try:
+        call()
+        raise SystemExit("no error")
+    except RuntimeError as error:
+        assert "install g++" in str(error) and "tensor.cpu()" in str(error), error
+""",
+    )
