@@ -264,6 +264,10 @@ typedef struct xseg_statistics {
   uint64_t exported;
   // Bytes of other processes' blocks that are mapped here; they count nowhere else.
   uint64_t imported;
+  // Blocks so far that lie where the plan (`plan` in `XSEG_CONF`) says.
+  uint64_t planned;
+  // Blocks so far that the plan foresaw and that lie elsewhere, since their place was not free.
+  uint64_t planned_elsewhere;
 } xseg_statistics;
 
 // What blocks with a tag take up on a device. Sizes in bytes.
