@@ -120,6 +120,7 @@ fn import(heap: &Heap, ticket: &Ticket) -> Result<Found, Failure> {
             "process {process}, which has the memory, has ended or is in another container; keep it until all have opened what it shares"
         ))
     };
+    let until = Instant::now() + PATIENCE;
     let stream = connected(&ticket.socket).map_err(|error| match error {
         Errno::CONNREFUSED | Errno::NOENT => gone(),
         Errno::AGAIN => failure(ShareFault::Silent(PATIENCE).to_string()),
@@ -132,11 +133,11 @@ fn import(heap: &Heap, ticket: &Ticket) -> Result<Found, Failure> {
         return Err(gone());
     }
     let mut answer = [0];
-    match (read(&stream, &mut answer, Instant::now() + PATIENCE), answer) {
+    match (read(&stream, &mut answer, until), answer) {
         (Ok(1), [GRANTED]) => {}
         (Ok(1), [REFUSED]) => {
             let mut text = [0; LONGEST];
-            let length = read(&stream, &mut text, Instant::now() + PATIENCE).unwrap_or(0);
+            let length = read(&stream, &mut text, until).unwrap_or(0);
             let text = String::from_utf8_lossy(&text[..length]);
             return Err(failure(format!("process {process}, which has the memory, refused it: {text}")));
         }
