@@ -7,8 +7,11 @@
 
 use crate::error::{DriverCall, DriverError};
 use crate::units::UNIT;
-use memmap2::{MmapOptions, MmapRaw};
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use memmap2::{Advice, MmapOptions, MmapRaw};
+use std::ops::Range;
+use std::sync::atomic::AtomicU32;
+#[cfg(test)]
+use std::sync::atomic::Ordering::Relaxed;
 
 /// See the module's text. Entries are written under the lock of the segment that owns the address.
 #[derive(Debug)]
@@ -31,23 +34,28 @@ impl BlockTable {
         Ok(Self { map: map.into(), entries })
     }
 
-    fn entry(&self, unit: usize) -> &AtomicU32 {
-        assert!(unit < self.entries, "I9: only addresses of the reservation are looked up");
+    /// Many blocks may start in these units: their part of the table is better off on huge pages, since a free looks up any of
+    /// it. A hint, which the operating system may not take.
+    pub(crate) fn expect_many(&self, units: Range<u32>) {
+        let at = |unit: u32| (unit as usize).min(self.entries) * size_of::<AtomicU32>();
+        let (start, end) = (at(units.start), at(units.end));
+        if let Err(error) = self.map.advise_range(Advice::HugePage, start, end - start) {
+            tracing::debug!(%error, "no huge pages for the block table");
+        }
+    }
+
+    /// The entry of `unit` (from the start of the reservation); `None` outside.
+    #[inline]
+    pub(crate) fn entry(&self, unit: u32) -> Option<&AtomicU32> {
+        let unit = unit as usize;
+        if unit >= self.entries {
+            return None;
+        }
         // SAFETY: I9: the mapping holds `entries` u32, so the result stays inside it.
         let entry = unsafe { self.map.as_mut_ptr().cast::<AtomicU32>().add(unit) };
         // SAFETY: I9: aligned and mapped for as long as `self` lives, zero is a valid AtomicU32, and every
         // access goes through this function.
-        unsafe { &*entry }
-    }
-
-    /// Node of the block that starts at `unit` (from the start of the reservation); 0: none.
-    pub(crate) fn get(&self, unit: u32) -> u32 {
-        self.entry(unit as usize).load(Relaxed)
-    }
-
-    /// Sets or (with 0) clears the entry.
-    pub(crate) fn set(&self, unit: u32, node: u32) {
-        self.entry(unit as usize).store(node, Relaxed);
+        Some(unsafe { &*entry })
     }
 }
 
@@ -59,8 +67,9 @@ mod tests {
     #[test]
     fn a_table_of_a_large_range_is_lazy() {
         let table = BlockTable::new(512 * GIB).unwrap();
-        assert_eq!(table.get(1 << 29), 0);
-        table.set((1 << 30) - 1, 7);
-        assert_eq!((table.get((1 << 30) - 1), table.get(0)), (7, 0));
+        let get = |unit| table.entry(unit).map(|entry| entry.load(Relaxed));
+        assert_eq!(get(1 << 29), Some(0));
+        table.entry((1 << 30) - 1).unwrap().store(7, Relaxed);
+        assert_eq!((get((1 << 30) - 1), get(0), get(1 << 30)), (Some(7), Some(0), None));
     }
 }

@@ -38,8 +38,10 @@ impl Used {
         for (piece, range) in self.pieces(granules) {
             let piece = piece.get_or_init(|| (0..PIECE).map(|_| AtomicU32::new(0)).collect());
             for last in &piece[range] {
-                // No other thread writes meanwhile, so that no read-modify-write is needed.
-                last.store(last.load(Relaxed).max(epoch), Relaxed);
+                // No other thread writes meanwhile, so that no read-modify-write is needed; and most often no write.
+                if last.load(Relaxed) < epoch {
+                    last.store(epoch, Relaxed);
+                }
             }
         }
     }
@@ -51,12 +53,16 @@ impl Used {
     }
 
     /// The pieces that `granules` touch, each with the range in it.
+    #[inline]
     fn pieces(&self, granules: Range<u32>) -> impl Iterator<Item = (&Piece, Range<usize>)> {
-        let (start, end) = (granules.start as usize, granules.end as usize);
-        let touched = start / PIECE..end.div_ceil(PIECE);
-        touched.filter_map(move |index| {
-            let first = index * PIECE;
-            Some((self.0.get(index)?, start.max(first) - first..end.min(first + PIECE) - first))
+        let (mut start, end) = (granules.start as usize, granules.end as usize);
+        std::iter::from_fn(move || {
+            let first = start / PIECE * PIECE;
+            let stop = end.min(first + PIECE);
+            let piece = self.0.get(first / PIECE).filter(|_| start < stop)?;
+            let range = start - first..stop - first;
+            start = stop;
+            Some((piece, range))
         })
     }
 

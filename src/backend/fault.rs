@@ -232,6 +232,10 @@ impl<B: Backend + ?Sized> Backend for FaultyBackend<B> {
         self.inner.known_stream_key(stream)
     }
 
+    fn is_lasting(&self, stream: StreamId) -> bool {
+        self.inner.is_lasting(stream)
+    }
+
     fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
         self.event(|b| b.record(scope))
     }

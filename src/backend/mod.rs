@@ -241,6 +241,12 @@ pub trait Backend: Send + Sync + fmt::Debug {
         self.stream_key(stream).ok()
     }
 
+    /// Does the handle stand for one stream, with one identity on every thread, as long as the backend lives? Then the
+    /// hot path asks no more who it is.
+    fn is_lasting(&self, _stream: StreamId) -> bool {
+        false
+    }
+
     /// Records an event that completes when all work queued so far in `scope` has.
     fn record(&self, scope: EventScope) -> Result<Event, DriverError>;
 

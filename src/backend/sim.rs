@@ -431,6 +431,10 @@ impl Backend for SimBackend {
         Some(stream.0)
     }
 
+    fn is_lasting(&self, _stream: StreamId) -> bool {
+        true
+    }
+
     fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
         match scope {
             EventScope::Context if !self.options.context_events => {

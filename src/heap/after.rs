@@ -22,7 +22,7 @@ impl Inner {
         let stamp = Stamp { owner: node.owner, epoch: self.epochs.open() };
         segment.suspend(id);
         drop(segment);
-        self.suspend(place.segment, id, place.unit, stamp, event);
+        self.suspend(place.segment, id, place.unit(), stamp, event);
         Ok(())
     }
 }

@@ -109,7 +109,7 @@ impl Inner {
         }
         segment.nodes[node].kind = Kind::Live;
         segment.note_block(wanted.len);
-        Outcome::Done(self.hand_out(&mut segment, node, wanted))
+        Outcome::Done(self.hand_out(self.slot(wanted.segment), &mut segment, node, wanted))
     }
 
     /// The driver calls of a plan, in order; on failure `created` holds what must go.

@@ -189,7 +189,7 @@ impl Inner {
             let block = node.start..node.end();
             let granules = granule_floor(block.start)..granule_ceil(block.end);
             let bytes = u64::from(node.len) * UNIT;
-            let open = Open { unit: place.unit, bytes, granules: granules.clone(), lease: lease.clone() };
+            let open = Open { unit: place.unit(), bytes, granules: granules.clone(), lease: lease.clone() };
             self.exports.lock().0.push(open);
             slow.pin(granules);
             (block, node.slack)

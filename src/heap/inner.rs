@@ -15,7 +15,7 @@ use super::tally::{Peaks, Tally};
 use crate::backend::driver::Driver;
 use crate::backend::nvtx::Nvtx;
 use crate::backend::{Event, EventScope, StreamId};
-use crate::config::{Config, CrossStream, RESERVE_MAX};
+use crate::config::{Config, CrossStream, RESERVE_MAX, Shrink};
 use crate::edges::Edges;
 use crate::epoch::Epochs;
 use crate::error::{Error, Result};
@@ -134,6 +134,8 @@ pub(crate) struct Inner {
     pub(crate) counters: Counters,
     pub(crate) peaks: Peaks,
     pub(crate) quiesce: bool,
+    /// The policy looks at what is idle after large frees.
+    pub(super) shrinks_on_calls: bool,
     pub(crate) callbacks: Mutex<Vec<Callback>>,
     pub(crate) shut: AtomicBool,
     /// What the limit was at start.
@@ -174,6 +176,7 @@ impl Inner {
         let slow = Slow { limit, physical: Physical::new(Arc::clone(&edges)), ..Slow::default() };
         Self {
             driver,
+            shrinks_on_calls: matches!(config.shrink, Shrink::Idle(_) | Shrink::Watermark(_)),
             config,
             space: Space::default(),
             streams: Streams::default(),
@@ -215,7 +218,7 @@ impl Inner {
         self.slots[index as usize].get_or_init(|| {
             self.segments_end.fetch_max(index + 1, Relaxed);
             let large = || Segment::large(Arc::clone(&self.history), Arc::clone(&self.used));
-            let segment = if index < FIRST_POOL { large() } else { Segment::default().with_cache() };
+            let segment = if index < FIRST_POOL { large() } else { Segment::default() };
             Box::new(Slot { segment: Lock::new(segment.numbered(index)), tally: Tally::default() })
         })
     }
@@ -272,14 +275,18 @@ impl Inner {
         self.wanted_of(bytes, align, stream, None)
     }
 
-    /// The identity of a stream, from memory where that may be.
-    #[inline]
-    pub(super) fn stream_key(&self, stream: StreamId) -> Result<u64> {
+    /// A stream by its identity, which is asked for where it is not given.
+    fn stream_of(&self, key: Option<u64>, id: StreamId) -> Result<Stream> {
         let backend = self.driver.backend();
-        match backend.known_stream_key(stream) {
-            Some(key) => Ok(key),
-            None => backend.stream_key(stream),
+        let key = match key.or_else(|| backend.known_stream_key(id)) {
+            Some(key) => key,
+            None => backend.stream_key(id)?,
+        };
+        let stream = self.streams.get(key, id)?;
+        if backend.is_lasting(id) {
+            self.streams.note_lasting(key, id);
         }
+        Ok(stream)
     }
 
     /// As [`Self::wanted`], with the stream's identity where it is known already.
@@ -293,11 +300,10 @@ impl Inner {
         if self.shut.load(Relaxed) {
             return Err(Error::ShutDown);
         }
-        let key = match key {
-            Some(key) => key,
-            None => self.stream_key(stream)?,
+        let stream = match (key, self.streams.lasting(stream)) {
+            (None, Some(known)) => known.named(stream),
+            _ => self.stream_of(key, stream)?,
         };
-        let stream = self.streams.get(key, stream)?;
         let align = (align / UNIT).max(1) as u32;
         let Some(len) = bytes.max(1).checked_add(UNIT - 1).and_then(|b| u32::try_from(b / UNIT).ok()) else {
             return Err(Error::AddressSpace { requested: bytes, reserved: self.space.bytes() });
@@ -352,7 +358,7 @@ impl Inner {
         }
         node.has_uses = true;
         let mut uses = self.uses.lock();
-        let uses = uses.entry(place.unit).or_default();
+        let uses = uses.entry(place.unit()).or_default();
         if !uses.iter().any(|one| one.key == key) {
             uses.push(Use { stream, key, retired: false });
         }

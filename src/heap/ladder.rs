@@ -194,7 +194,7 @@ impl Inner {
         for _ in 0..REPLANS {
             let mut segment = self.segment(wanted.segment);
             if wanted.contiguous == 0
-                && let Some(block) = self.take_fitting(&mut segment, wanted)
+                && let Some(block) = self.take_fitting(self.slot(wanted.segment), &mut segment, wanted)
             {
                 return Ok(Rung::Served(block));
             }
@@ -393,7 +393,7 @@ impl Inner {
             if segment < FIRST_POOL {
                 self.space.take_low(segment, bytes)
             } else {
-                self.space.take_high(segment, bytes)
+                self.space.take_high(segment, bytes, requested <= self.config.small_limit)
             }
         };
         let span = match take() {

@@ -20,6 +20,7 @@ mod space;
 mod stats;
 mod streams;
 mod tally;
+mod warm;
 
 pub use captures::{PoolId, StreamFilter};
 pub use export::Export;
@@ -158,6 +159,7 @@ impl HeapBuilder {
             )));
         }
         let limit = if limit == u64::MAX { limit } else { round_down(limit, GRANULE) };
+        crate::lock::prepare();
         let planned = self.config.plan.as_deref().map(Planned::load).transpose()?;
         let nvtx = self.config.nvtx;
         let mut inner = Inner::new(Driver::new(backend, self.watchers), self.config, limit, quiesce);

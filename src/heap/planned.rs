@@ -96,11 +96,13 @@ impl Inner {
     fn serve_at(&self, planned: &Planned, wanted: &Wanted, start: u32, area: Area) -> Option<Block> {
         let range = start..start + wanted.len;
         {
-            let mut segment = self.slot(LARGE).segment.lock();
+            let slot = self.slot(LARGE);
+            let mut segment = slot.segment.lock();
+            segment.merge_last();
             match segment.spot(&range, self.claim(wanted.stream)) {
                 Spot::Free(first) => {
                     let live = segment.take_spot(first, range);
-                    return Some(self.hand_out(&mut segment, live, wanted));
+                    return Some(self.hand_out(slot, &mut segment, live, wanted));
                 }
                 // That may have passed since anybody asked.
                 Spot::Missing(_) | Spot::Unproven => {}
@@ -130,10 +132,12 @@ impl Inner {
     fn serve_apart(&self, wanted: &Wanted, area: Area) -> Option<Block> {
         let claim = self.claim(wanted.stream);
         {
-            let mut segment = self.slot(LARGE).segment.lock();
+            let slot = self.slot(LARGE);
+            let mut segment = slot.segment.lock();
+            segment.merge_last();
             if let Some(found) = segment.find_apart(wanted.len, claim, &(area.start..area.end)) {
                 let live = segment.take(found, wanted.len, 1, wanted.stream.slot);
-                return Some(self.hand_out(&mut segment, live, wanted));
+                return Some(self.hand_out(slot, &mut segment, live, wanted));
             }
         }
         self.grow(wanted, |slow, segment, claim| {

@@ -68,10 +68,13 @@ struct State {
     spare: Vec<Pair>,
 }
 
+/// Added to the number of open recordings when the heap is shut down, so that the hot path asks one thing.
+const SHUT: u32 = 1 << 16;
+
 /// See the module's text.
 #[derive(Debug, Default)]
 pub(crate) struct Pools {
-    /// Open recordings.
+    /// Open recordings, and [`SHUT`].
     active: AtomicU32,
     /// Open recordings that go with a capture.
     captures: AtomicU32,
@@ -99,10 +102,15 @@ impl Pools {
         recordings.iter().find(|recording| recording.takes(stream)).map(|recording| recording.segments)
     }
 
-    /// Do requests of any stream go to a pool?
+    /// Do requests of all streams go to their own segments, as they do most of the time?
     #[inline]
-    pub(crate) fn any_recording(&self) -> bool {
-        self.active.load(Relaxed) > 0
+    pub(crate) fn none_recording(&self) -> bool {
+        self.active.load(Relaxed) == 0
+    }
+
+    /// The heap is shut down.
+    pub(crate) fn shut(&self) {
+        self.active.fetch_add(SHUT, Relaxed);
     }
 
     /// Is a capture announced?
@@ -124,10 +132,11 @@ impl Pools {
 
     fn set_recordings(&self, recordings: Vec<Recording>) {
         let _gate = self.gate.write();
-        let (active, captures) = (recordings.len(), recordings.iter().filter(|recording| recording.capture).count());
+        let captures = recordings.iter().filter(|recording| recording.capture).count();
         let mut current = self.recordings.write();
+        let (before, now) = (current.len() as u32, recordings.len() as u32);
         *current = Arc::new(recordings);
-        self.active.store(active as u32, Relaxed);
+        self.active.fetch_add(now.wrapping_sub(before), Relaxed);
         self.captures.store(captures as u32, Relaxed);
     }
 

@@ -20,7 +20,7 @@ impl Inner {
         if bytes == 0 || !bytes.is_multiple_of(UNIT) || rounded.is_none_or(|rounded| rounded > GRANULE) {
             return Err(refused("no block has these sizes"));
         }
-        let place = self.space.locate(address).filter(|place| place.aligned);
+        let place = self.space.locate(address).filter(|place| place.entry().is_some());
         let place = place.ok_or_else(|| refused("it is outside of the heap"))?;
         let mut wanted = self.wanted_of(bytes, UNIT, stream, None)?;
         (wanted.bytes, wanted.segment, wanted.pool) = (requested, place.segment, true);
@@ -29,7 +29,7 @@ impl Inner {
         if !segment.private || self.pools.owner(place.segment).is_none_or(|(owner, _)| owner != pool) {
             return Err(refused("the capture pool is gone, or has other memory"));
         }
-        let range = place.unit..place.unit + wanted.len;
+        let range = place.unit()..place.unit() + wanted.len;
         let claim = self.claim(wanted.stream);
         let holds = |id: &u32| (segment.nodes[*id].start..segment.nodes[*id].end()).contains(&range.start);
         let first = segment.iter().find(holds).ok_or_else(|| refused("the pool has no addresses there"))?;
@@ -49,7 +49,7 @@ impl Inner {
         }
         let (live, _) = segment.carve(first, range, Kind::Live);
         segment.note_block(wanted.len);
-        self.hand_out(&mut segment, live, &wanted);
+        self.hand_out(self.slot(wanted.segment), &mut segment, live, &wanted);
         Ok(())
     }
 }

@@ -182,7 +182,7 @@ impl Inner {
         let first = self.space.locate(address).ok_or(fault.clone())?;
         let end = address.checked_add(bytes - 1).ok_or(fault.clone())?;
         let last = self.space.locate(end).ok_or(fault)?;
-        Ok(first.unit / UNITS_PER_GRANULE..last.unit / UNITS_PER_GRANULE + 1)
+        Ok(first.unit() / UNITS_PER_GRANULE..last.unit() / UNITS_PER_GRANULE + 1)
     }
 
     pub(crate) fn pin(&self, address: u64, bytes: u64) -> Result<()> {
@@ -240,6 +240,7 @@ impl Inner {
         if self.shut.swap(true, Relaxed) {
             return;
         }
+        self.pools.shut();
         let mut slow = self.slow.lock();
         let backend = self.driver.backend();
         if let Err(error) = backend.quiesce() {

@@ -8,14 +8,16 @@
 use crate::backend::driver::Driver;
 use crate::error::{Error, Result};
 use crate::lookup::BlockTable;
-use crate::units::{GIB, UNIT};
+use crate::units::{GIB, MIB, UNIT};
 use parking_lot::Mutex;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU16, AtomicU32, Ordering::Relaxed};
 
 /// Bytes of addresses that are handed to a segment at a time.
 pub(crate) const SLOT: u64 = GIB;
 const UNITS_PER_SLOT: u32 = (SLOT / UNIT) as u32;
+/// Units of a small pool's slot whose part of the block table has ordinary pages: pools with little memory touch no more.
+const FEW_UNITS: u32 = (256 * MIB / UNIT) as u32;
 /// Reservations of one heap.
 const RESERVATIONS: usize = 8;
 /// Slot that no segment owns.
@@ -32,26 +34,63 @@ pub(crate) struct Reservation {
     owners: Box<[AtomicU16]>,
 }
 
+impl Reservation {
+    /// Enters the node of the block that starts at a unit; the unit's address, if it lies here.
+    #[inline]
+    fn enter(&self, unit: u32, node: u32) -> Option<u64> {
+        let index = unit.wrapping_sub(self.first);
+        self.table.entry(index)?.store(node, Relaxed);
+        Some(self.address + u64::from(index) * UNIT)
+    }
+
+    #[inline]
+    fn locate(&self, address: u64) -> Option<Located<'_>> {
+        let offset = address.wrapping_sub(self.address);
+        // There is an owner for each slot, so that there is none outside.
+        let segment = self.owners.get((offset / SLOT) as usize)?.load(Relaxed);
+        (segment != NOBODY).then_some(Located { reservation: self, offset, segment })
+    }
+}
+
 /// Where an address lies.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Located<'a> {
-    pub(crate) reservation: &'a Reservation,
-    /// Unit number in the heap.
-    pub(crate) unit: u32,
+    reservation: &'a Reservation,
+    /// From the reservation's first address.
+    offset: u64,
     pub(crate) segment: u16,
-    /// The address is on the unit grid.
-    pub(crate) aligned: bool,
 }
 
 impl Located<'_> {
-    /// Node of the block that starts here; 0: none.
-    pub(crate) fn node(&self) -> u32 {
-        if self.aligned { self.reservation.table.get(self.unit - self.reservation.first) } else { 0 }
+    /// Unit number in the heap.
+    #[inline]
+    pub(crate) fn unit(&self) -> u32 {
+        self.reservation.first + self.index()
+    }
+
+    #[inline]
+    fn index(&self) -> u32 {
+        (self.offset / UNIT) as u32
+    }
+
+    /// The block that starts here: its entry, and its node.
+    #[inline]
+    pub(crate) fn block(&self) -> Option<(&AtomicU32, u32)> {
+        let entry = self.entry()?;
+        Some((entry, entry.load(Relaxed))).filter(|(_, id)| *id != 0)
     }
 
     /// Clears the entry of the block that starts here.
     pub(crate) fn clear(&self) {
-        self.reservation.table.set(self.unit - self.reservation.first, 0);
+        if let Some(entry) = self.entry() {
+            entry.store(0, Relaxed);
+        }
+    }
+
+    /// The entry of the block that starts here: its node, 0 for none. `None` where no block can start.
+    #[inline]
+    pub(crate) fn entry(&self) -> Option<&AtomicU32> {
+        if self.offset.is_multiple_of(UNIT) { self.reservation.table.entry(self.index()) } else { None }
     }
 }
 
@@ -150,14 +189,19 @@ impl Space {
         self.own(spare.index, low..low + slots, segment)
     }
 
-    /// Hands the highest free slots, as many as `bytes` need, to a small segment or a capture pool's.
-    pub(crate) fn take_high(&self, segment: u16, bytes: u64) -> Option<(u32, u32)> {
+    /// Hands the highest free slots, as many as `bytes` need, to a segment of `small` blocks or a capture pool's.
+    pub(crate) fn take_high(&self, segment: u16, bytes: u64, small: bool) -> Option<(u32, u32)> {
         let slots = u32::try_from(bytes.div_ceil(SLOT)).ok()?;
         let mut spare = self.spare.lock();
         if spare.high - spare.low < slots {
             return None;
         }
         spare.high -= slots;
+        let reservation = self.reservations[spare.index].get()?;
+        if small {
+            let first = spare.high * UNITS_PER_SLOT;
+            reservation.table.expect_many(first + FEW_UNITS..first + slots * UNITS_PER_SLOT);
+        }
         self.own(spare.index, spare.high..spare.high + slots, segment)
     }
 
@@ -171,27 +215,33 @@ impl Space {
 
     /// Where an address lies; `None` outside the heap.
     pub(crate) fn locate(&self, address: u64) -> Option<Located<'_>> {
-        let reservation = self.reservations().find(|r| address.wrapping_sub(r.address) < r.bytes)?;
-        let offset = address - reservation.address;
-        let segment = reservation.owners[(offset / SLOT) as usize].load(Relaxed);
-        let unit = reservation.first + (offset / UNIT) as u32;
-        (segment != NOBODY).then_some(Located { reservation, unit, segment, aligned: offset.is_multiple_of(UNIT) })
+        self.reservations().find_map(|reservation| reservation.locate(address))
     }
 
-    fn reservation_of(&self, unit: u32) -> Option<&Reservation> {
-        self.reservations().find(|r| u64::from(unit.wrapping_sub(r.first)) < r.bytes / UNIT)
+    /// As [`Self::locate`], if the address lies in the first reservation.
+    #[inline]
+    pub(crate) fn locate_first(&self, address: u64) -> Option<Located<'_>> {
+        self.reservations[0].get()?.locate(address)
     }
 
     /// Enters the node of the block that starts at a unit that some segment owns; the unit's address.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn enter(&self, unit: u32, node: u32) -> u64 {
-        let Some(reservation) = self.reservation_of(unit) else { return 0 };
-        reservation.table.set(unit - reservation.first, node);
-        reservation.address + u64::from(unit - reservation.first) * UNIT
+        // Nearly always in the first.
+        match self.reservations[0].get().and_then(|first| first.enter(unit, node)) {
+            Some(address) => address,
+            None => self.enter_elsewhere(unit, node),
+        }
+    }
+
+    #[cold]
+    fn enter_elsewhere(&self, unit: u32, node: u32) -> u64 {
+        self.reservations().find_map(|reservation| reservation.enter(unit, node)).unwrap_or(0)
     }
 
     /// Address of a unit that some segment owns.
     pub(crate) fn address(&self, unit: u32) -> u64 {
-        self.reservation_of(unit).map_or(0, |r| r.address + u64::from(unit - r.first) * UNIT)
+        let reservation = self.reservations().find(|r| u64::from(unit.wrapping_sub(r.first)) < r.bytes / UNIT);
+        reservation.map_or(0, |r| r.address + u64::from(unit - r.first) * UNIT)
     }
 }

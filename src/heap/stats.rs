@@ -157,13 +157,14 @@ impl Inner {
             ..Stats::default()
         };
         for tally in self.tallies() {
-            let (live, counts) = (tally.live(), tally.counts());
+            let live = tally.live();
             stats.allocated += live.0;
             stats.requested += live.1;
-            stats.allocs += counts.0;
-            stats.frees += counts.1;
+            stats.allocs += tally.allocs();
         }
         self.add_segments(&mut stats);
+        // Whatever was allocated and does not live was freed.
+        stats.frees = stats.allocs.saturating_sub(stats.live_blocks);
         stats.zombie = slow.physical.zombies.iter().map(|z| u64::from(z.granules) * crate::units::GRANULE).sum();
         stats.exported = self.exports.lock().blocks().values().sum();
         stats.imported = self.imports.lock().bytes();

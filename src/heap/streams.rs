@@ -20,13 +20,6 @@ pub(crate) struct Stream {
     pub(crate) waited: u32,
 }
 
-/// A stream's slot and the segment of its small blocks.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Pool {
-    pub(crate) slot: u16,
-    pub(crate) small: u16,
-}
-
 #[derive(Debug, Clone, Copy)]
 enum Entry {
     Known(Stream),
@@ -42,6 +35,8 @@ const SLOTS: u16 = 4095;
 struct State {
     /// Sorted by identity.
     entries: Vec<(u64, Entry)>,
+    /// Identities and handles that stand for them for good.
+    lasting: Vec<(u64, u64)>,
     next_slot: u16,
     free_slots: Vec<u16>,
     next_small: u16,
@@ -61,18 +56,40 @@ impl State {
 pub(crate) struct Streams {
     /// Identity → [`word`].
     known: Keys,
+    /// Handle → [`word`], of handles that stand for one stream for good.
+    lasting: Keys,
     /// What is so; `known` follows it under this lock.
     state: Mutex<State>,
 }
 
-/// A retired stream; slots are smaller.
-const RETIRED: u64 = u16::MAX as u64;
+/// A retired stream: it has no slot.
+const RETIRED: u64 = 1 << 16;
 
-/// A stream as one number: slot, segment, epoch waited for. Never 0, since a slot never is.
+/// A stream as one number: slot, segment, epoch waited for. Never 0.
 fn word(entry: &Entry) -> u64 {
     match entry {
         Entry::Known(stream) => u64::from(stream.slot) | u64::from(stream.small) << 16 | u64::from(stream.waited) << 32,
         Entry::Retired => RETIRED,
+    }
+}
+
+/// A stream in use, but for its name, as one number: a [`word`] with a slot.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Known(u64);
+
+impl Known {
+    #[inline]
+    pub(crate) fn slot(self) -> u16 {
+        self.0 as u16
+    }
+
+    #[inline]
+    pub(crate) fn small(self) -> u16 {
+        (self.0 >> 16) as u16
+    }
+
+    pub(crate) fn named(self, id: StreamId) -> Stream {
+        Stream { id, slot: self.slot(), small: self.small(), waited: (self.0 >> 32) as u32 }
     }
 }
 
@@ -86,16 +103,41 @@ impl Streams {
         match self.known.get(key) {
             0 => self.enter(key, id),
             RETIRED => Err(dead(id, "it was retired")),
-            word => Ok(Stream { id, slot: word as u16, small: (word >> 16) as u16, waited: (word >> 32) as u32 }),
+            word => Ok(Known(word).named(id)),
         }
     }
 
-    /// Slot and small segment of the stream of this identity, if it is known and in use.
+    /// The stream of a handle that stands for one for good, if that is known without a search.
     #[inline]
-    pub(crate) fn known(&self, key: u64) -> Option<Pool> {
-        let word = self.known.get(key);
-        let pool = Pool { slot: word as u16, small: (word >> 16) as u16 };
-        (word != 0 && word != RETIRED).then_some(pool)
+    pub(crate) fn lasting(&self, id: StreamId) -> Option<Known> {
+        let word = Known(self.lasting.get_in_front(id.0));
+        // Neither a retired one nor 0.
+        (word.slot() != 0).then_some(word)
+    }
+
+    /// The handle stands for the stream of this identity for good.
+    #[inline]
+    pub(crate) fn note_lasting(&self, key: u64, id: StreamId) {
+        if self.lasting.get(id.0) == 0 {
+            self.enter_lasting(key, id);
+        }
+    }
+
+    #[cold]
+    fn enter_lasting(&self, key: u64, id: StreamId) {
+        let mut state = self.state.lock();
+        if let Ok(at) = state.entries.binary_search_by_key(&key, |entry| entry.0) {
+            state.lasting.push((key, id.0));
+            self.lasting.set(id.0, word(&state.entries[at].1));
+        }
+    }
+
+    /// What is known of a stream is this from now on. Called with `state` locked.
+    fn publish(&self, state: &State, key: u64, entry: &Entry) {
+        self.known.set(key, word(entry));
+        for (_, id) in state.lasting.iter().filter(|lasting| lasting.0 == key) {
+            self.lasting.set(*id, word(entry));
+        }
     }
 
     #[cold]
@@ -130,7 +172,7 @@ impl Streams {
         let stream = Stream { id, slot, small, waited: 0 };
         let entry = Entry::Known(stream);
         state.entries.insert(at, (key, entry));
-        self.known.set(key, word(&entry));
+        self.publish(&state, key, &entry);
         Ok(stream)
     }
 
@@ -138,8 +180,9 @@ impl Streams {
     pub(crate) fn retire(&self, key: u64) -> Option<Stream> {
         let mut state = self.state.lock();
         let at = state.entries.binary_search_by_key(&key, |entry| entry.0).ok()?;
-        self.known.set(key, RETIRED);
-        match std::mem::replace(&mut state.entries[at].1, Entry::Retired) {
+        let before = std::mem::replace(&mut state.entries[at].1, Entry::Retired);
+        self.publish(&state, key, &Entry::Retired);
+        match before {
             Entry::Known(stream) => Some(stream),
             Entry::Retired => None,
         }
@@ -160,12 +203,14 @@ impl Streams {
 
     /// Notes that a stream waits on the device for all frees up to `epoch`.
     pub(crate) fn set_waited(&self, slot: u16, epoch: u32) {
-        for (key, entry) in &mut self.state.lock().entries {
-            if let Entry::Known(stream) = entry
+        let mut state = self.state.lock();
+        for at in 0..state.entries.len() {
+            if let (key, Entry::Known(stream)) = &mut state.entries[at]
                 && stream.slot == slot
             {
                 stream.waited = stream.waited.max(epoch);
-                self.known.set(*key, word(entry));
+                let (key, entry) = (*key, Entry::Known(*stream));
+                self.publish(&state, key, &entry);
             }
         }
     }
@@ -184,5 +229,31 @@ impl Streams {
             .iter()
             .filter_map(|(_, entry)| if let Entry::Known(s) = entry { Some(*s) } else { None })
             .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lasting_handle_is_known_without_a_search_until_it_is_retired() {
+        let streams = Streams::default();
+        let (zero, one) = (StreamId(0), StreamId(1));
+        assert!(streams.lasting(zero).is_none());
+        streams.note_lasting(77, zero);
+        assert!(streams.lasting(zero).is_none(), "nobody knows that stream yet");
+        let stream = streams.get(77, zero).unwrap();
+        assert!(streams.lasting(zero).is_none(), "nobody said that its handle lasts");
+        streams.note_lasting(77, zero);
+        streams.note_lasting(77, one);
+        for id in [zero, one] {
+            assert_eq!(streams.lasting(id).map(|known| known.named(id)), Some(Stream { id, ..stream }));
+        }
+        streams.set_waited(stream.slot, 9);
+        assert_eq!(streams.lasting(one).map(|known| known.named(one)), Some(Stream { id: one, waited: 9, ..stream }));
+        assert_eq!(streams.retire(77), Some(Stream { waited: 9, ..stream }));
+        assert!(streams.lasting(zero).is_none() && streams.lasting(one).is_none());
+        assert!(matches!(streams.get(77, zero), Err(Error::DeadStream { stream: 0, .. })));
     }
 }

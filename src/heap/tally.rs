@@ -36,7 +36,6 @@ pub(crate) struct Tally {
     allocated: Level,
     requested: Level,
     allocs: AtomicU64,
-    frees: AtomicU64,
 }
 
 /// Adds without an atomic exchange: the caller holds the segment's lock.
@@ -60,7 +59,6 @@ impl Tally {
     /// A block was freed.
     #[inline]
     pub(crate) fn freed(&self, bytes: u64, requested: u64) {
-        add(&self.frees, 1);
         add(&self.allocated.live, bytes.wrapping_neg());
         add(&self.requested.live, requested.wrapping_neg());
     }
@@ -70,9 +68,9 @@ impl Tally {
         (self.allocated.live.load(Relaxed), self.requested.live.load(Relaxed))
     }
 
-    /// Allocations and frees so far.
-    pub(crate) fn counts(&self) -> (u64, u64) {
-        (self.allocs.load(Relaxed), self.frees.load(Relaxed))
+    /// Allocations so far.
+    pub(crate) fn allocs(&self) -> u64 {
+        self.allocs.load(Relaxed)
     }
 }
 

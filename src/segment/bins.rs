@@ -15,21 +15,20 @@ const LEVELS: usize = 28;
 pub(crate) struct Bins {
     levels: u32,
     subs: [u32; LEVELS],
-    heads: Box<[NodeId]>,
+    heads: [NodeId; LEVELS * SUBS],
 }
 
 /// Level and sub-bin of a length.
+#[inline]
 const fn bin_of(len: u32) -> (usize, usize) {
-    if len < SUBS as u32 {
-        return (0, len as usize);
-    }
-    let log = 31 - len.leading_zeros();
-    ((log - SUB_BITS + 1) as usize, ((len >> (log - SUB_BITS)) as usize) & (SUBS - 1))
+    // The first two powers of two share a level.
+    let log = (len | (SUBS as u32 - 1)).ilog2();
+    ((log - (SUB_BITS - 1)) as usize, ((len >> log.saturating_sub(SUB_BITS)) as usize) & (SUBS - 1))
 }
 
 impl Default for Bins {
     fn default() -> Self {
-        Self { levels: 0, subs: [0; LEVELS], heads: vec![NIL; LEVELS * SUBS].into_boxed_slice() }
+        Self { levels: 0, subs: [0; LEVELS], heads: [NIL; LEVELS * SUBS] }
     }
 }
 
@@ -41,9 +40,8 @@ impl Bins {
         let head = std::mem::replace(&mut self.heads[level * SUBS + sub], id);
         nodes[id].bin_prev = NIL;
         nodes[id].bin_next = head;
-        if head != NIL {
-            nodes[head].bin_prev = id;
-        }
+        // Where there is none, of the node that nobody uses: cheaper than a branch that is often mispredicted.
+        nodes[head].bin_prev = id;
         self.subs[level] |= 1 << sub;
         self.levels |= 1 << level;
     }
@@ -52,9 +50,7 @@ impl Bins {
     #[inline]
     pub(crate) fn remove(&mut self, nodes: &mut Nodes, id: NodeId) {
         let (prev, next, len) = (nodes[id].bin_prev, nodes[id].bin_next, nodes[id].len);
-        if next != NIL {
-            nodes[next].bin_prev = prev;
-        }
+        nodes[next].bin_prev = prev;
         if prev != NIL {
             nodes[prev].bin_next = next;
             return;
@@ -86,6 +82,32 @@ impl Bins {
         }
         let level = levels.trailing_zeros() as usize;
         Some((level, self.subs[level].trailing_zeros() as usize))
+    }
+
+    /// The shortest block of at least `len` units (of the lowest address among equals) of the first bin that has one, looking at
+    /// no more than `scan` blocks of a bin and `bins` bins.
+    #[inline]
+    pub(crate) fn shortest(&self, nodes: &Nodes, len: u32, scan: usize, bins: usize) -> Option<NodeId> {
+        let (mut level, mut sub) = bin_of(len);
+        for _ in 0..bins {
+            (level, sub) = self.next_bin(level, sub)?;
+            let (mut best, mut top) = (NIL, u64::MAX);
+            let mut id = self.heads[level * SUBS + sub];
+            for _ in 0..scan {
+                // Behind the last one comes the node that nobody uses, of no length, again and again.
+                let node = &nodes[id];
+                let key = u64::from(node.len) << 32 | u64::from(node.start);
+                // No branch that depends on how blocks happen to lie.
+                let better = (node.len >= len) & (key < top);
+                (best, top) = if better { (id, key) } else { (best, top) };
+                id = node.bin_next;
+            }
+            if best != NIL {
+                return Some(best);
+            }
+            sub += 1;
+        }
+        None
     }
 
     /// The block of at least `len` units that `fits`, with the lowest `score` (lowest address among equals) of the

@@ -8,13 +8,13 @@
 //! share of what lives.
 #![forbid(unsafe_code)]
 
-use super::nodes::{Kind, NIL, NodeId};
-use super::{Segment, Stamp};
+use super::nodes::{Kind, NIL, Node, NodeId};
+use super::{BINS, SCAN_SMALL, Segment};
 
 /// Longest block that is kept, in units: what small pools serve.
 const LONGEST: u32 = 2048;
 /// Blocks below this length are short: asked for often, in few lengths. Long ones are merged by themselves when they are
-/// too many. A multiple of 64.
+/// too many. A multiple of [`RUN`].
 const LONG: u32 = 256;
 /// Most that is kept, of short and of long blocks each: this share of the pool's live units, or so many units.
 const SHARE: u64 = 16;
@@ -22,25 +22,44 @@ const LEAST: u64 = 4096;
 /// Free memory of this length and more, and at least twice the request's, is cut only when all that is kept has been
 /// merged, in units.
 const CUT: u32 = 1024;
-const WORDS: usize = LONGEST as usize / 64 + 1;
+const RUN: usize = 64;
+const RUNS: usize = LONGEST as usize / RUN + 1;
+/// Lengths that have a list, in whole runs.
+const LENGTHS: usize = RUNS * RUN;
 
 /// See the module's text. Of one stream.
 #[derive(Debug)]
 pub(crate) struct Cache {
-    /// Newest block of each length; nothing for segments that keep none.
-    heads: Box<[NodeId]>,
-    /// Lengths with a block.
-    lengths: [u64; WORDS],
-    short_units: u64,
-    long_units: u64,
-    /// Slot of the stream.
+    /// Newest block of each length.
+    heads: Box<[NodeId; LENGTHS]>,
+    /// Runs of [`RUN`] lengths of which some may have a block.
+    runs: [bool; RUNS],
+    /// Units in short and in long ones.
+    units: [u64; 2],
+    /// Slot of the stream; 0: none, nothing is kept.
     owner: u16,
 }
 
-impl Cache {
-    fn units(&mut self, len: u32) -> &mut u64 {
-        if len < LONG { &mut self.short_units } else { &mut self.long_units }
-    }
+/// A block that was freed and kept.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Kept {
+    pub(crate) len: u32,
+    /// Bytes of it that the client had not asked for.
+    pub(crate) slack: u32,
+    /// Units freed in the same epoch before it that lie free still.
+    pub(crate) fresh: u64,
+}
+
+/// Place of a length in [`Cache::units`].
+#[inline]
+const fn kind(len: u32) -> usize {
+    (len >= LONG) as usize
+}
+
+/// Units that may be kept beside so many live ones.
+#[inline]
+fn share(live: u64) -> u64 {
+    (live / SHARE).max(LEAST)
 }
 
 /// May free memory of `found` units be cut for `len` units while blocks are kept unmerged?
@@ -50,111 +69,155 @@ pub(crate) fn may_cut(found: u32, len: u32) -> bool {
 
 impl Default for Cache {
     fn default() -> Self {
-        Self { heads: Box::default(), lengths: [0; WORDS], short_units: 0, long_units: 0, owner: 0 }
+        Self { heads: Box::new([NIL; LENGTHS]), runs: [false; RUNS], units: [0; 2], owner: 0 }
     }
 }
 
 impl Segment {
-    /// Lets the segment, a small pool, keep freed blocks.
-    pub(crate) fn with_cache(mut self) -> Self {
-        self.cache.heads = vec![NIL; LONGEST as usize + 1].into_boxed_slice();
-        self
-    }
-
-    /// A kept block of exactly this length, made live.
-    #[inline]
-    pub(crate) fn take_kept(&mut self, len: u32, owner: u16) -> Option<NodeId> {
-        let head = self.cache.heads.get_mut(len as usize)?;
+    /// A kept block of exactly this length, made live, and its first unit. `slack`: its bytes that nobody asked for.
+    #[inline(always)]
+    pub(crate) fn take_kept(&mut self, len: u32, slack: u32, owner: u16) -> Option<(NodeId, u32)> {
+        let Cache { heads, units, owner: own, .. } = &mut self.cache;
+        let head = heads.get_mut(len as usize)?;
         let id = *head;
-        if id == NIL || owner != self.cache.owner {
+        if id == NIL || owner != *own {
             return None;
         }
         let node = &mut self.nodes[id];
         *head = node.bin_next;
-        if *head == NIL {
-            self.cache.lengths[len as usize / 64] &= !(1 << (len % 64));
-        }
         node.kind = Kind::Live;
-        let epoch = node.epoch;
-        *self.cache.units(len) -= u64::from(len);
-        self.note_block(len);
+        node.slack = slack;
+        let (start, epoch) = (node.start, node.epoch);
+        units[kind(len)] -= u64::from(len);
+        self.live_blocks += 1;
         self.note_taken(len, epoch);
-        Some(id)
+        Some((id, start))
     }
 
-    /// Keeps a live block that its stream frees, if it may be kept.
-    #[inline]
-    pub(crate) fn keep(&mut self, id: NodeId, stamp: Stamp, passed: u32) -> bool {
-        let node = &mut self.nodes[id];
-        let len = node.len;
-        let Some(head) = self.cache.heads.get_mut(len as usize) else { return false };
-        if stamp.owner != self.cache.owner || self.private {
+    /// Keeps a live block that its stream frees, if it may be kept and no more is kept then than may be. With 0 for a
+    /// block: nothing. `live`: the pool's live units, with the block's.
+    #[inline(always)]
+    pub(crate) fn keep(&mut self, id: NodeId, epoch: u32, live: impl Fn() -> u64) -> Option<Kept> {
+        self.keep_within(id, epoch, |more, len| more <= LEAST || more <= share(live() - len))
+    }
+
+    /// Keeps a live block that its stream frees, if it may be kept, and merges what is kept where that is too much.
+    /// `live`: the pool's live units, without the block's.
+    pub(crate) fn keep_or_trim(&mut self, id: NodeId, epoch: u32, live: u64, passed: u32) -> bool {
+        if self.keep_within(id, epoch, |_, _| true).is_none() {
             return false;
         }
-        debug_assert_eq!(node.kind, Kind::Live);
-        node.kind = Kind::Cached;
-        node.epoch = stamp.epoch;
-        node.age = self.history.tick();
-        node.bin_next = std::mem::replace(head, id);
-        self.cache.lengths[len as usize / 64] |= 1 << (len % 64);
-        *self.cache.units(len) += u64::from(len);
-        self.live_blocks -= 1;
-        self.note_freed(len, stamp.epoch);
-        let (taken, freed) = self.history.churn();
-        let most = (taken.saturating_sub(freed) / SHARE).max(LEAST);
-        if self.cache.short_units > most {
+        if self.cache.units[0] > share(live) {
             self.flush(passed);
-        } else if self.cache.long_units > most {
+        } else if self.cache.units[1] > share(live) {
             self.flush_from(LONG, passed);
         }
         true
     }
 
-    /// The cache is this stream's from now on: what is kept for another one is merged.
+    /// Keeps a block, if what is kept then of its kind, and its length, may be.
+    #[inline(always)]
+    fn keep_within(&mut self, id: NodeId, epoch: u32, may: impl Fn(u64, u64) -> bool) -> Option<Kept> {
+        let node = &mut self.nodes[id];
+        let (len, slack) = (node.len, node.slack);
+        let Cache { heads, runs, units, owner } = &mut self.cache;
+        let head = heads.get_mut(len as usize)?;
+        let units = &mut units[kind(len)];
+        let more = *units + u64::from(len);
+        if id == NIL || node.owner != *owner || node.has_uses || !may(more, u64::from(len)) {
+            return None;
+        }
+        debug_assert_eq!(node.kind, Kind::Live);
+        node.kind = Kind::Cached;
+        node.epoch = epoch;
+        node.age = self.history.tick();
+        node.bin_next = std::mem::replace(head, id);
+        runs[len as usize / RUN] = true;
+        *units = more;
+        self.live_blocks -= 1;
+        let fresh = self.note_fresh(len, epoch);
+        Some(Kept { len, slack, fresh })
+    }
+
+    /// The cache is this stream's from now on, or a capture pool's nobody's: what is kept for another one is merged.
     #[inline]
     pub(crate) fn keep_for(&mut self, owner: u16, passed: u32) {
+        let owner = if self.private { 0 } else { owner };
         if self.cache.owner != owner {
             self.flush(passed);
             self.cache.owner = owner;
         }
     }
 
+    /// Makes `len` units of the stream's free memory live, of the best fitting block unless all that is kept must be merged
+    /// first: the block and its first unit. `slack`: its bytes that nobody asked for.
+    #[inline]
+    pub(crate) fn cut_own(&mut self, len: u32, slack: u32, owner: u16) -> Option<(NodeId, u32)> {
+        let bins = self.bins.get_mut(owner as usize)?.as_mut()?;
+        let id = bins.shortest(&self.nodes, len, SCAN_SMALL, BINS)?;
+        if !may_cut(self.nodes[id].len, len) {
+            return None;
+        }
+        bins.remove(&mut self.nodes, id);
+        let node = &mut self.nodes[id];
+        debug_assert!(node.kind == Kind::Free && node.owner == owner);
+        let (start, epoch, age, found) = (node.start, node.epoch, node.age, node.len);
+        (node.kind, node.len, node.slack) = (Kind::Live, len, slack);
+        if found > len {
+            let mut rest = Node::new(Kind::Free, start + len, found - len);
+            (rest.epoch, rest.age, rest.owner) = (epoch, age, owner);
+            let rest = self.nodes.insert_after(id, rest);
+            bins.insert(&mut self.nodes, rest);
+        }
+        self.free_units -= u64::from(len);
+        self.note_block(len);
+        self.note_taken(len, epoch);
+        Some((id, start))
+    }
+
     /// Merges all that is kept with its neighbours.
     #[inline]
     pub(crate) fn flush(&mut self, passed: u32) {
-        if self.cache.short_units + self.cache.long_units > 0 {
+        self.merge_last();
+        if self.cache.units != [0; 2] {
             self.flush_from(0, passed);
-            self.cache.short_units = 0;
+            self.cache.units[0] = 0;
         }
     }
 
-    /// Merges what is kept of `least` units and more, a multiple of 64.
+    /// Merges what is kept of `least` units and more, a multiple of [`RUN`].
     fn flush_from(&mut self, least: u32, passed: u32) {
-        for word in least as usize / 64..WORDS {
-            let mut lengths = std::mem::take(&mut self.cache.lengths[word]);
+        for run in least as usize / RUN..RUNS {
+            if !std::mem::take(&mut self.cache.runs[run]) {
+                continue;
+            }
+            // Which there are, without a branch for each length.
+            let heads = &self.cache.heads[run * RUN..][..RUN];
+            let mut lengths = heads.iter().rev().fold(0_u64, |set, head| set << 1 | u64::from(*head != NIL));
             while lengths != 0 {
-                let len = word * 64 + lengths.trailing_zeros() as usize;
-                lengths &= lengths - 1;
-                let mut id = std::mem::replace(&mut self.cache.heads[len], NIL);
+                let head = &mut self.cache.heads[run * RUN + lengths.trailing_zeros() as usize];
+                let mut id = std::mem::replace(head, NIL);
                 while id != NIL {
                     let next = self.nodes[id].bin_next;
                     self.nodes[id].kind = Kind::Free;
                     self.coalesce(id, passed);
                     id = next;
                 }
+                lengths &= lengths - 1;
             }
         }
-        self.cache.long_units = 0;
+        self.cache.units[1] = 0;
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::Stamp;
     use super::*;
 
     /// A small pool with memory, all of it free.
     fn pool(granules: u32) -> Segment {
-        let mut segment = Segment::default().with_cache();
+        let mut segment = Segment::default();
         segment.add_span(0, granules << 12);
         let node = segment.heads[0];
         segment.nodes[node].kind = Kind::Busy;
@@ -164,7 +227,7 @@ mod tests {
     }
 
     fn take(segment: &mut Segment, len: u32) -> NodeId {
-        if let Some(id) = segment.take_kept(len, 1) {
+        if let Some((id, _)) = segment.take_kept(len, 0, 1) {
             return id;
         }
         let claim = super::super::Claim { owner: 1, horizon: 0 };
@@ -177,12 +240,12 @@ mod tests {
         let mut segment = pool(1);
         let blocks = [1, 7, 7, 200].map(|len| take(&mut segment, len));
         let stamp = Stamp { owner: 1, epoch: 3 };
-        assert!(blocks.iter().all(|id| segment.keep(*id, stamp, 0)));
+        assert!(blocks.iter().all(|id| segment.keep_or_trim(*id, 3, 0, 0)));
         assert_eq!((segment.live_blocks, segment.fresh_units(3)), (0, 215));
         assert_eq!(take(&mut segment, 7), blocks[2], "the newest first");
         assert_eq!((segment.live_blocks, segment.fresh_units(3)), (1, 208));
-        assert_eq!(segment.take_kept(8, 1), None);
-        assert!(segment.keep(blocks[2], stamp, 0));
+        assert_eq!(segment.take_kept(8, 0, 1), None);
+        assert!(segment.keep(blocks[2], 3, || 7).is_some());
         segment.flush(0);
         segment.check().unwrap();
         let all: Vec<_> = segment.iter().map(|id| (segment.nodes[id].len, segment.stamp(id))).collect();
@@ -193,17 +256,18 @@ mod tests {
     fn only_the_pools_own_stream_keeps_and_takes() {
         let mut segment = pool(1);
         let (own, other) = (take(&mut segment, 4), take(&mut segment, 4));
-        assert!(!segment.keep(other, Stamp { owner: 2, epoch: 1 }, 0));
-        assert!(segment.keep(own, Stamp { owner: 1, epoch: 1 }, 0));
-        assert_eq!(segment.take_kept(4, 2), None);
+        segment.nodes[other].owner = 2;
+        assert!(segment.keep(other, 1, || 8).is_none() && !segment.keep_or_trim(other, 1, 4, 0));
+        assert!(segment.keep(own, 1, || 8).is_some());
+        assert_eq!(segment.take_kept(4, 0, 2), None);
         segment.keep_for(2, 0);
-        assert_eq!(segment.take_kept(4, 2), None, "what was kept for the other is merged");
+        assert_eq!(segment.take_kept(4, 0, 2), None, "what was kept for the other is merged");
         segment.free(other, Stamp { owner: 1, epoch: 1 }, 0);
         segment.check().unwrap();
         segment.private = true;
         let block = take(&mut segment, 4);
         segment.keep_for(1, 0);
-        assert!(!segment.keep(block, Stamp { owner: 1, epoch: 1 }, 0), "a capture pool keeps nothing");
+        assert!(segment.keep(block, 1, || 4).is_none(), "a capture pool keeps nothing");
     }
 
     #[test]
@@ -212,14 +276,14 @@ mod tests {
         let short: Vec<NodeId> = (0..33).map(|_| take(&mut segment, 128)).collect();
         let long: Vec<NodeId> = (0..5).map(|_| take(&mut segment, 1024)).collect();
         let rest = segment.free_units();
-        let stamp = Stamp { owner: 1, epoch: 1 };
         for id in short[..32].iter().chain(&long[..4]) {
-            assert!(segment.keep(*id, stamp, 0));
+            assert!(segment.keep(*id, 1, || 1 << 14).is_some());
         }
         assert_eq!(segment.free_units(), rest, "a granule of each is kept");
-        assert!(segment.keep(long[4], stamp, 0));
+        assert!(segment.keep(long[4], 1, || 1024 + 4096 * 16).is_none(), "no more without trimming");
+        assert!(segment.keep_or_trim(long[4], 1, 4096 * 16, 0));
         assert_eq!(segment.free_units(), rest + 5 * 1024, "more than that of long ones is merged");
-        assert!(segment.keep(short[32], stamp, 0));
+        assert!(segment.keep_or_trim(short[32], 1, 0, 0));
         assert_eq!(segment.longest_free(), 5 << 12, "more than that of short ones: everything");
         segment.check().unwrap();
     }

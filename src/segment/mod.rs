@@ -8,6 +8,7 @@
 pub(crate) mod bins;
 pub(crate) mod cache;
 mod cut;
+mod last;
 mod merge;
 pub(crate) mod nodes;
 pub(crate) mod spot;
@@ -18,6 +19,7 @@ use crate::units::{UNITS_PER_GRANULE, granule_ceil, granule_floor};
 use crate::used::Used;
 use bins::Bins;
 use cache::Cache;
+use last::LastCut;
 use nodes::{Kind, NIL, Node, NodeId, Nodes};
 use std::ops::Range;
 use std::sync::Arc;
@@ -25,7 +27,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 /// Free blocks of one bin that a search looks at, in the large segments and in small pools, and bins that it goes through.
 const SCAN: usize = 32;
-const SCAN_SMALL: usize = 4;
+const SCAN_SMALL: usize = 3;
 const BINS: usize = 4;
 
 /// Whose free memory a request may take.
@@ -101,8 +103,10 @@ pub(crate) struct Segment {
     /// Units that were freed in the epoch `fresh_epoch` and lie free still: what closing it would prove.
     fresh_units: u64,
     fresh_epoch: u32,
-    /// Free blocks that are not merged yet; only the hot path sees them.
+    /// Free blocks of a small pool that are not merged yet; only the hot path sees them.
     cache: Cache,
+    /// The last cut of a large segment, and whether it was taken back; only the hot path sees that.
+    last: LastCut,
     /// Live blocks.
     pub(crate) live_blocks: u64,
     /// Its number in the heap.
@@ -127,20 +131,29 @@ impl Segment {
         add(&self.history.taken, len);
     }
 
-    /// Notes a free of `len` units.
-    fn note_freed(&mut self, len: u32, epoch: u32) {
+    /// Notes a free of `len` units. What was freed in that epoch before and lies free still.
+    #[inline]
+    fn note_freed(&mut self, len: u32, epoch: u32) -> u64 {
         add(&self.history.freed, len);
+        self.note_fresh(len, epoch)
+    }
+
+    /// As [`Self::note_freed`], for memory that is kept for the next request: it counts as neither given nor given back.
+    #[inline]
+    fn note_fresh(&mut self, len: u32, epoch: u32) -> u64 {
         if epoch != self.fresh_epoch {
             (self.fresh_epoch, self.fresh_units) = (epoch, 0);
         }
+        let fresh = self.fresh_units;
         self.fresh_units += u64::from(len);
+        fresh
     }
 
     /// Notes that `len` units freed in `epoch` are in use again.
     fn note_taken(&mut self, len: u32, epoch: u32) {
-        if epoch == self.fresh_epoch {
-            self.fresh_units = self.fresh_units.saturating_sub(u64::from(len));
-        }
+        // A mask, since a branch on this is often mispredicted.
+        let fresh = u64::from(len) & u64::from(epoch == self.fresh_epoch).wrapping_neg();
+        self.fresh_units = self.fresh_units.saturating_sub(fresh);
     }
 
     /// Units freed in `epoch` that lie free still, unless they were merged with others and taken as those.
@@ -286,16 +299,23 @@ impl Segment {
         if client {
             self.note_freed(len, stamp.epoch);
         }
+        self.note_used(id);
+        self.coalesce(id, passed)
+    }
+
+    /// Notes when the granules of a free node were last used, in a large segment.
+    #[inline]
+    fn note_used(&self, id: NodeId) {
         if let Some(used) = &self.used {
             let node = &self.nodes[id];
-            used.note(granule_floor(node.start)..granule_ceil(node.end()), stamp.epoch);
+            used.note(granule_floor(node.start)..granule_ceil(node.end()), node.epoch);
         }
-        self.coalesce(id, passed)
     }
 
     /// A block with declared uses was freed: it waits for the streams that use it.
     pub(crate) fn suspend(&mut self, id: NodeId) {
         debug_assert_eq!(self.nodes[id].kind, Kind::Live);
+        self.merge_last();
         self.nodes[id].kind = Kind::Pending;
         self.live_blocks -= 1;
     }

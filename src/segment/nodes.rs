@@ -13,6 +13,7 @@ pub(crate) const NIL: NodeId = 0;
 
 /// What a node's addresses are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
 pub(crate) enum Kind {
     /// A block of the client.
     Live,
@@ -30,27 +31,31 @@ pub(crate) enum Kind {
     Busy,
 }
 
-/// One range of addresses; positions and lengths in units of 512 B.
+/// One range of addresses; positions and lengths in units of 512 B. A live one has no place in bins, nor an age.
+///
+/// What a free reads comes first: a node may lie on two lines of the machine's cache, and what is only written there is not
+/// waited for.
 #[derive(Debug, Clone)]
+#[repr(C)]
 pub(crate) struct Node {
     pub(crate) start: u32,
     pub(crate) len: u32,
-    /// Neighbours in address order; `NIL` at the ends of a span.
-    pub(crate) prev: NodeId,
-    pub(crate) next: NodeId,
-    pub(crate) bin_prev: NodeId,
-    pub(crate) bin_next: NodeId,
-    /// Epoch that was open when the node was freed; 0: nothing to wait for.
-    pub(crate) epoch: u32,
-    /// When it was freed, in frees of the segment: the smaller, the longer it lies idle.
-    pub(crate) age: u32,
-    /// Bytes of the block that the client did not ask for.
-    pub(crate) slack: u32,
     /// Slot of the stream that it was allocated on, or freed by; 0: nobody's.
     pub(crate) owner: u16,
     pub(crate) kind: Kind,
     /// The client declared uses on other streams.
     pub(crate) has_uses: bool,
+    /// Bytes of the block that the client did not ask for.
+    pub(crate) slack: u32,
+    pub(crate) bin_next: NodeId,
+    pub(crate) bin_prev: NodeId,
+    /// Neighbours in address order; `NIL` at the ends of a span.
+    pub(crate) prev: NodeId,
+    pub(crate) next: NodeId,
+    /// Epoch that was open when the node was freed; 0: nothing to wait for.
+    pub(crate) epoch: u32,
+    /// When it was freed, in frees of the segment: the smaller, the longer it lies idle.
+    pub(crate) age: u32,
 }
 
 impl Node {

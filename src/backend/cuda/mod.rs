@@ -369,6 +369,10 @@ impl Backend for CudaBackend {
         }
     }
 
+    fn is_lasting(&self, stream: StreamId) -> bool {
+        matches!(self.resolve(stream), 0 | STREAM_LEGACY)
+    }
+
     /// A stream that captures a graph is refused. [`EventScope::Context`] must not be asked for while
     /// any stream of the context captures: the driver refuses it and invalidates the capture.
     fn record(&self, scope: EventScope) -> Result<Event, DriverError> {

@@ -217,6 +217,10 @@ impl Backend for HostBackend {
         self.streams.key(stream)
     }
 
+    fn is_lasting(&self, _stream: StreamId) -> bool {
+        self.streams.are_virtual()
+    }
+
     fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
         match scope {
             EventScope::Context => self.outside_captures(DriverCall::Event, "an event over the whole context")?,

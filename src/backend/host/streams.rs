@@ -181,6 +181,11 @@ impl Streams {
         workers.find(stream).map_err(dead)?.run(work).map_err(|why| failed(why).into())
     }
 
+    /// Are there no streams but numbers on a virtual clock?
+    pub(super) fn are_virtual(&self) -> bool {
+        matches!(self, Self::Virtual(_))
+    }
+
     pub(super) fn key(&self, stream: StreamId) -> Result<u64, Error> {
         let Self::Workers(workers) = self else { return Ok(stream.0) };
         workers.key(stream).ok_or_else(|| Error::DeadStream { stream: stream.0, why: "it was destroyed".to_owned() })

@@ -314,6 +314,10 @@ impl Backend for InjectBackend {
         self.inner.known_stream_key(stream)
     }
 
+    fn is_lasting(&self, stream: StreamId) -> bool {
+        self.inner.is_lasting(stream)
+    }
+
     fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
         self.inner.record(scope)
     }
