@@ -265,7 +265,7 @@ static int what_is_no_ticket_is_refused(int unused) {
   CHECK(xseg_device_open(0, "xseg-ticket 2 7 xseg-a x", (void **)&memory, NULL) == XSEG_SHARE);
   CHECK(strstr(xseg_last_error(), "another version") != NULL);
   strcpy(forged, ticket);
-  forged[strlen(forged) - 1] ^= 1;
+  forged[strlen(forged) - 1] = forged[strlen(forged) - 1] == '0' ? '1' : '0';
   CHECK(xseg_device_open(0, forged, (void **)&memory, NULL) == XSEG_SHARE && strstr(xseg_last_error(), "freed") != NULL);
   CHECK(xseg_device_open(0, NULL, (void **)&memory, NULL) == XSEG_INVALID_ARGUMENT);
   CHECK(xseg_device_open(0, ticket, NULL, NULL) == XSEG_INVALID_ARGUMENT);
