@@ -11,6 +11,7 @@ mod captures;
 mod devices;
 mod handles;
 mod heap;
+mod leaving;
 mod noted;
 mod opened;
 mod record;

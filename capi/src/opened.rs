@@ -1,6 +1,7 @@
 //! The importer's side of tickets: blocks that are open, each mapped once, and the thread that sees them off.
 
 use crate::devices::{device, forked};
+use crate::leaving::{self, unless_leaving};
 use crate::status::Failure;
 use crate::teller::{is_ours, read, say};
 use crate::tickets::{GRANTED, Key, MAGIC, REFUSED, Ticket, failure};
@@ -170,6 +171,7 @@ fn see_off(heap: &'static Heap, address: u64) -> Result<(), Failure> {
     static THREAD: std::sync::Mutex<Option<Sender<Ended>>> = std::sync::Mutex::new(None);
     let mut thread = THREAD.lock().unwrap_or_else(PoisonError::into_inner);
     if thread.is_none() {
+        leaving::prepare();
         let (sender, ended) = channel();
         let builder = std::thread::Builder::new().name("xseg imports".into());
         if builder.spawn(move || end_all(&ended)).is_ok() {
@@ -194,11 +196,12 @@ fn end_all(ended: &Receiver<Ended>) {
         };
         match next {
             Ok((heap, address)) => {
-                let done = match late.is_empty() {
+                let done = unless_leaving(|| match late.is_empty() {
                     true => heap.close_import(address),
                     // Others need not wait for what will not be ready.
                     false => heap.end_import(address).and(Err(ShareFault::InUse.into())),
-                };
+                });
+                let Some(done) = done else { return };
                 // The driver's refusal is tried again by the heap itself.
                 if let Err(Error::Share(ShareFault::InUse)) = done {
                     late.push(heap);
@@ -208,8 +211,11 @@ fn end_all(ended: &Receiver<Ended>) {
             Err(RecvTimeoutError::Timeout) => {
                 let open = still_open();
                 late.retain(|heap| {
-                    heap.tick();
-                    heap.stats().imported > open
+                    let imported = unless_leaving(|| {
+                        heap.tick();
+                        heap.stats().imported
+                    });
+                    imported.is_some_and(|imported| imported > open)
                 });
                 pause = (pause * 2).min(LONG);
             }

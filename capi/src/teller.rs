@@ -1,6 +1,7 @@
 //! The exporter's side of tickets: which blocks have one, and the thread that exports them to who shows it.
 
 use crate::devices::{devices, forked};
+use crate::leaving::{self, unless_leaving};
 use crate::noted;
 use crate::status::Failure;
 use crate::tickets::{GRANTED, Key, MAGIC, REFUSED, REQUEST, Ticket, failure};
@@ -135,6 +136,7 @@ fn socket() -> Result<String, Failure> {
     let address = SocketAddr::from_abstract_name(&name).map_err(no_socket)?;
     let listener = UnixListener::bind_addr(&address).map_err(no_socket)?;
     LISTENER.store(listener.as_raw_fd(), Relaxed);
+    leaving::prepare();
     let thread = std::thread::Builder::new().name("xseg tickets".into()).spawn(move || serve(&listener));
     if let Err(error) = thread {
         LISTENER.store(-1, Relaxed);
@@ -173,7 +175,10 @@ fn answer(stream: &UnixStream) {
         Some(shared) => {
             let live = shared.live.lock();
             match *live {
-                true => shared.heap.export(shared.address).map_err(|error| error.to_string()),
+                true => match unless_leaving(|| shared.heap.export(shared.address)) {
+                    Some(export) => export.map_err(|error| error.to_string()),
+                    None => Err("the process is ending".to_owned()),
+                },
                 false => Err("the block was freed".to_owned()),
             }
         }
