@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
@@ -729,10 +730,11 @@ def peer(inbox: Any, outbox: Any) -> None:
                 value = None
             outbox.put(answer)
             del answer
-        except BaseException as error:
+        except queue.Empty:
+            # Whoever asks is gone.
+            return
+        except Exception as error:
             outbox.put(f"{type(error).__name__}: {str(error)[:600]}")
-            if not isinstance(error, Exception):
-                raise
 
 
 def asked(inbox: Any, outbox: Any, word: str, value: Any = None) -> Any:
