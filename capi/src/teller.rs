@@ -11,6 +11,7 @@ use rustix::net::{RecvFlags, SendFlags, recv, send, sockopt};
 use rustix::process::{geteuid, getpid};
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::collections::HashMap;
+use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
@@ -137,7 +138,8 @@ fn socket() -> Result<String, Failure> {
     let listener = UnixListener::bind_addr(&address).map_err(no_socket)?;
     LISTENER.store(listener.as_raw_fd(), Relaxed);
     leaving::prepare();
-    let thread = std::thread::Builder::new().name("xseg tickets".into()).spawn(move || serve(&listener));
+    let spare = spare();
+    let thread = std::thread::Builder::new().name("xseg tickets".into()).spawn(move || serve(&listener, spare));
     if let Err(error) = thread {
         LISTENER.store(-1, Relaxed);
         return Err(failure(format!("there is no thread for tickets: {error}")));
@@ -146,12 +148,25 @@ fn socket() -> Result<String, Failure> {
     Ok(name)
 }
 
+fn spare() -> Option<File> {
+    File::open("/dev/null").ok()
+}
+
 /// Answers one after the other, for as long as the process lives. No lock is held while it waits.
-fn serve(listener: &UnixListener) {
+///
+/// `spare` is a descriptor that is given up at the limit of open files, so that who connects hears of that.
+fn serve(listener: &UnixListener, mut spare: Option<File>) {
     loop {
+        spare = spare.or_else(self::spare);
         match listener.accept() {
             Ok((stream, _)) => answer(&stream),
-            // No descriptor is left, for one: who connects waits, and the next turn may have one.
+            Err(_) if spare.is_some() => {
+                spare = None;
+                if let Ok((stream, _)) = listener.accept() {
+                    answer(&stream);
+                }
+            }
+            // Others had it first.
             Err(_) => std::thread::sleep(Duration::from_millis(10)),
         }
     }

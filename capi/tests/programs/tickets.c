@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -203,6 +204,41 @@ static int exporter(int socket) {
   return 1;
 }
 
+static int exporter_without_descriptors(int socket) {
+  char ticket[XSEG_TICKET_BYTES];
+  int taken[64], count = 0;
+  struct rlimit few = {48, 48};
+  make('l', ticket);
+  CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0);
+  while (count < 64 && (taken[count] = dup(socket)) >= 0) count++;
+  CHECK(count > 0 && count < 64);
+  say(socket, 't', ticket);
+  CHECK(hear(socket).word == 'f');
+  while (count > 0) close(taken[--count]);
+  say(socket, 'd', NULL);
+  CHECK(hear(socket).word == 'q');
+  return wrong;
+}
+
+static int an_exporter_without_descriptors_says_so(int unused) {
+  int socket;
+  pid_t other = other_process(&exporter_without_descriptors, &socket);
+  message said = hear(socket);
+  byte *memory = NULL;
+  (void)unused;
+  CHECK(said.word == 't');
+  for (int turn = 0; turn < 3; turn++) {
+    CHECK(xseg_device_open(0, said.ticket, (void **)&memory, NULL) == XSEG_SHARE);
+    CHECK(strstr(xseg_last_error(), "refused it") != NULL && strstr(xseg_last_error(), "ulimit -n") != NULL);
+  }
+  do_as(socket, 'f', NULL);
+  CHECK(xseg_device_open(0, said.ticket, (void **)&memory, NULL) == XSEG_OK && memory[0] == 'l');
+  CHECK(xseg_device_close(memory) == XSEG_OK);
+  say(socket, 'q', NULL);
+  ends(other);
+  return wrong;
+}
+
 typedef struct opening {
   const char *ticket;
   byte *memory;
@@ -317,6 +353,7 @@ static void in_a_process(int (*test)(int)) {
 int main(void) {
   in_a_process(&both_ends_in_either_order);
   in_a_process(&an_import_is_made_once_and_outlives_its_exporter);
+  in_a_process(&an_exporter_without_descriptors_says_so);
   in_a_process(&what_is_no_ticket_is_refused);
   return wrong;
 }
