@@ -72,6 +72,19 @@ def least(lines: list[Line], run: str, allocator: str, resolution: float) -> str
     return found if high - low <= 1 else f"{1 + max(low, 0) * resolution:.4f} to {found}"
 
 
+def in_driver(lines: Sequence[Line]) -> str:
+    """Driver time of the whole process, and what share of the timed steps it would be at most."""
+    taken = [
+        (line["driver_nanos"] / 1e9, line["seconds"])
+        for line in lines
+        if line.get("driver_nanos") and line.get("seconds")
+    ]
+    if not taken:
+        return "-"
+    share = max(driver / seconds for driver, seconds in taken)
+    return f"{max(driver for driver, _ in taken) * 1e3:.0f} ms ({share * 100:.1f} %)"
+
+
 def row(lines: list[Line], run: str, allocator: str, limited: bool, plan: Plan) -> list[str] | None:
     """One line of the table; None where there is nothing to show."""
     mine = of(lines, run, "round", allocator)
@@ -99,13 +112,13 @@ def row(lines: list[Line], run: str, allocator: str, limited: bool, plan: Plan) 
     return [
         run, allocator, shown, f"{len(done)} of {len(mine)}", span([line["per_second"] for line in done], ".0f"), span(shares, ".3f"),
         gib(requested), gib(reserved), "-" if not (reserved and base) else f"{reserved / base:.4f}", counted("retries"),
-        counted("host_waits"), losses, "-" if limited else least(lines, run, allocator, plan.resolution),
+        counted("host_waits"), in_driver(done), losses, "-" if limited else least(lines, run, allocator, plan.resolution),
     ]  # fmt: skip
 
 
 HEADS = [
     "run", "allocator", "limit", "done", "tokens/s", "/ native", "requested GiB", "reserved GiB", "reserved / requested",
-    "retries", "host waits", "losses", "least",
+    "retries", "host waits", "driver time", "losses", "least",
 ]  # fmt: skip
 
 
@@ -150,7 +163,7 @@ def report(lines: list[Line], plan: Plan, commit: str = "") -> str:
         versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items() if number)
         heads.append(
             f"{one['visit']}: {gpus}, driver {one['driver']}, {versions}, Python {one['python']}, {one['cores']} cores. "
-            f"Commit {commit or one['commit'] or 'not given'}. `{one['command']}`"
+            f"Commit {one['commit'] or commit or 'not given'}. `{one['command']}`"
         )
     runs = list(dict.fromkeys(line["run"] for line in lines if "run" in line))
     names = list(dict.fromkeys(["native", "xseg", *plan.others]))
@@ -161,7 +174,8 @@ def report(lines: list[Line], plan: Plan, commit: str = "") -> str:
     text += [
         "Each line is the median of its runs, with the least and greatest; `/ native` compares with native in the same round, rounds "
         "alternating the allocators. Peaks are the most of any run; reserved / requested is by native's peak requested. Retries: PyTorch's "
-        "`num_alloc_retries`. Losses: the greatest distance of a run at any step to the nearest of native's runs. Least: the least "
+        "`num_alloc_retries`. Driver time: the most of any run's whole process, and as a share of its timed steps, which is the most that "
+        "the driver's calls can have slowed it. Losses: the greatest distance of a run at any step to the nearest of native's runs. Least: the least "
         f"limit, as a multiple of native's peak requested and to {plan.resolution * 100:g} %, at which {plan.probe_steps} steps completed.",
         "",
     ]

@@ -161,12 +161,21 @@ def test_the_report_has_every_figure() -> None:
     assert "2 x A GPU" in text and "Commit abc1234" in text and "`python train.py`" in text
     rows = {tuple(row[1:4:1]): row for row in ([cell.strip() for cell in line.split("|")] for line in text.split("\n"))}
     native, ours, held = rows["gpt2", "native", "-"], rows["gpt2", "xseg", "-"], rows["gpt2", "xseg", "1.02x"]
-    assert native[4] == "3 of 3" and native[12] == "equal" and native[7] == "10.000"
-    assert ours[6].startswith("0.98") and ours[9] == "1.0041" and ours[12] == "equal" and ours[13] == "1.0050"
+    assert native[4] == "3 of 3" and native[13] == "equal" and native[7] == "10.000"
+    assert ours[6].startswith("0.98") and ours[9] == "1.0041" and ours[13] == "equal" and ours[14] == "1.0050"
     assert held[4] == "3 of 3" and held[6].startswith("0.98")
-    assert rows["gpt2", "expandable", "-"][13] == "1.0125"
+    assert rows["gpt2", "expandable", "-"][14] == "1.0125"
     assert "gpt2: 20 steps equal to the last bit" in text
     assert "did not complete" not in text
+
+
+def test_driver_time_is_the_most_of_any_run() -> None:
+    lines = [
+        {"driver_nanos": 250_000_000, "seconds": 20.0},
+        {"driver_nanos": 100_000_000, "seconds": 4.0},
+        {"seconds": 9.0},
+    ]
+    assert summary.in_driver(lines) == "250 ms (2.5 %)" and summary.in_driver(lines[2:]) == "-"
 
 
 def test_losses_are_held_to_natives_own_spread() -> None:
@@ -192,7 +201,10 @@ def test_lines_are_read_back(tmp_path: Path) -> None:
     assert visit.read([whole_file, cut]) == lines
     command = [sys.executable, str(BENCH / "train.py"), "--summary", str(whole_file), str(cut), "--commit", "def5678"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "Commit def5678" in done.stdout and "b.jsonl" in done.stderr
+    assert done.returncode == 0 and "Commit abc1234" in done.stdout and "b.jsonl" in done.stderr
+    # Of a visit that did not say its own.
+    unsaid = [{**lines[0], "commit": ""}, *lines[1:]]
+    assert "Commit def5678" in summary.report(unsaid, Plan(), "def5678")
 
 
 def test_processes_get_their_allocator_and_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,12 @@ def test_the_c_functions_are_in_the_module() -> None:
     assert library.xseg_version_string().decode() == xseg.__version__
 
 
+def test_a_loaded_library_is_found_by_its_name() -> None:
+    found = _build._loaded("libc.so.6")
+    assert len(found) == 1 and Path(found[0]).exists(), found
+    assert _build._loaded("libnowhere.so") == []
+
+
 def test_without_a_compiler_the_text_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(_build.BuildError, match="no-such-compiler.*install g"):

@@ -57,6 +57,20 @@ def _cuda_include(site: Path) -> str:
     raise BuildError("CUDA's headers (cuda_runtime_api.h) were not found; install the CUDA toolkit or set CUDA_HOME")
 
 
+def _loaded(library: str) -> list[str]:
+    """The path of a library that this process has loaded.
+
+    PyTorch's C++ library must be ours too. A compiler that finds no shared one links a second copy into the part, and the first
+    number that is printed there crashes, since each copy has locales of its own.
+    """
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = (line.split(maxsplit=5)[-1] for line in lines if "/" in line)
+    return [path for path in dict.fromkeys(paths) if Path(path).name.startswith(library)][:1]
+
+
 def torch_part() -> str:
     """The path of the compiled part, compiled now if it is not in the cache. Raises BuildError."""
     import torch
@@ -70,8 +84,19 @@ def torch_part() -> str:
         f"-I{torch_folder}/include", f"-I{torch_folder}/include/torch/csrc/api/include",
     ]  # fmt: skip
     libraries = [f"-L{torch_folder}/lib", "-ltorch_cuda", "-lc10_cuda", "-lc10", f"-Wl,-rpath,{torch_folder}/lib"]
+    libraries += _loaded("libstdc++.so.6")
     text = "".join(part.read_text() for part in (_SOURCE, *_PARTS))
-    seed = [torch.__version__, str(torch_folder), str(native), compiler, cuda, _native.header(), text, *flags]
+    seed = [
+        torch.__version__,
+        str(torch_folder),
+        str(native),
+        compiler,
+        cuda,
+        _native.header(),
+        text,
+        *flags,
+        *libraries,
+    ]
     key = hashlib.sha256("\0".join(seed).encode()).hexdigest()[:20]
     try:
         folder = cache_folder()
