@@ -99,8 +99,8 @@ pub unsafe extern "C" fn xseg_device_ticket(block: *const c_void, ticket: *mut c
 
 /// Maps the block that a ticket of another process is for, by the heap of a device, which must be the block's. `address` gets where it
 /// starts and `bytes`, which may be null, its length. A block that is open already is found where it is; each call needs an
-/// `xseg_device_close`. What is read must have been written before. Waits for the other process, 10 s for its answer and 10 s for
-/// what it hands over.
+/// `xseg_device_close`. What is read must have been written before. Waits 10 s at most for the other process's answer, and then as
+/// `xseg_import_receive` for what it hands over. While it is open it costs two descriptors there and one here.
 ///
 /// # Safety
 /// `ticket` is null or a text that ends with a zero; `address` and `bytes` are null or valid for writing.
