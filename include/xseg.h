@@ -26,6 +26,9 @@ typedef struct xseg_heap xseg_heap;
 // Patch of the interface.
 #define XSEG_VERSION_PATCH 0
 
+// Bytes of a ticket at most, with the zero at its end.
+#define XSEG_TICKET_BYTES 128
+
 // What a function says of its success.
 typedef enum xseg_status {
   // It did what it says.
@@ -261,6 +264,10 @@ typedef struct xseg_statistics {
   uint64_t exported;
   // Bytes of other processes' blocks that are mapped here; they count nowhere else.
   uint64_t imported;
+  // Blocks so far that lie where the plan (`plan` in `XSEG_CONF`) says.
+  uint64_t planned;
+  // Blocks so far that the plan foresaw and that lie elsewhere, since their place was not free.
+  uint64_t planned_elsewhere;
 } xseg_statistics;
 
 // What blocks with a tag take up on a device. Sizes in bytes.
@@ -634,6 +641,36 @@ enum xseg_status xseg_tags(int device, struct xseg_tag_figures *figures, size_t 
 
 // Sets the peaks of all tags on a device to the present values.
 enum xseg_status xseg_tags_reset_peaks(int device);
+
+// A ticket for a live block of a device's heap: text of at most `XSEG_TICKET_BYTES`, with a zero at its end. Other processes of
+// this user (and this one) give it to `xseg_device_open`, any number of times until the block is freed; its memory goes to nobody
+// else before they have all closed it. It is a secret like the block's content. Asked again the answer is the same, and never
+// again that of another block. The first ticket starts a thread that answers the others.
+//
+// What the caller promises:
+// `ticket` is valid for writing `capacity` bytes.
+enum xseg_status xseg_device_ticket(const void *block,
+                                    char *ticket,
+                                    size_t capacity);
+
+// Maps the block that a ticket of another process is for, by the heap of a device, which must be the block's. `address` gets where it
+// starts and `bytes`, which may be null, its length. A block that is open already is found where it is; each call needs an
+// `xseg_device_close`. What is read must have been written before. Waits 10 s at most for the other process's answer, and then as
+// `xseg_import_receive` for what it hands over. While it is open it costs two descriptors there and one here.
+//
+// What the caller promises:
+// `ticket` is null or a text that ends with a zero; `address` and `bytes` are null or valid for writing.
+enum xseg_status xseg_device_open(int device,
+                                  const char *ticket,
+                                  void **address,
+                                  uint64_t *bytes);
+
+// Ends one `xseg_device_open`. After the last one of a block it is unmapped when the work queued so far has passed, and the exporter
+// told, by a thread of the library. Never waits. In a forked child it does nothing.
+//
+// What the caller promises:
+// No work that is queued after the last call uses the memory.
+enum xseg_status xseg_device_close(void *address);
 
 // `CUDAPluggableAllocator`'s allocation. Size 0 gives null.
 //

@@ -285,6 +285,10 @@ pub enum ShareFault {
         "work on this device may still use it; it ends by itself when that is done (`tick`, `trim`, or a later import)"
     )]
     InUse,
+    /// This process or its user may have no more descriptors, so that one could not be made, or those that came did not all
+    /// arrive.
+    #[error("{0}; raise the limit of open files (`ulimit -n`) or end imports")]
+    NoDescriptor(String),
     /// The system refused something.
     #[error("{0}")]
     System(String),

@@ -8,7 +8,7 @@ use crate::handles::{enter, xseg_heap};
 use crate::heap::{hand_out, place, put};
 use crate::noted;
 use crate::status::{Failure, guard, xseg_status};
-use crate::{stream_id, xseg_stream};
+use crate::{stream_id, teller, xseg_stream};
 use parking_lot::{Mutex, RwLock};
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -39,9 +39,10 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn in_child() {
     FORKED.store(true, Relaxed);
+    teller::in_child();
 }
 
-fn forked() -> Result<(), Failure> {
+pub(crate) fn forked() -> Result<(), Failure> {
     if FORKED.load(Relaxed) {
         let why = "this process was forked off one that uses the GPU; start it by `spawn` to use the GPU in it";
         return Err(Failure { status: xseg_status::XSEG_UNAVAILABLE, why: why.into() });
@@ -93,7 +94,7 @@ pub(crate) fn device(number: c_int) -> Result<&'static Device, Failure> {
     let heap = Heap::builder().config(config(number as u32)?).on_mapping(told).build()?;
     static WATCH: Once = Once::new();
     WATCH.call_once(|| {
-        // SAFETY: the function only stores to an atomic, which is allowed after a fork.
+        // SAFETY: the function only changes atomics and closes a descriptor, which is allowed after a fork.
         let _ = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
     });
     let handle = enter(heap.clone(), true)?.expose_provenance();

@@ -11,14 +11,18 @@ mod captures;
 mod devices;
 mod handles;
 mod heap;
+mod leaving;
 mod noted;
+mod opened;
 mod record;
 mod regions;
 mod share;
 mod statistics;
 mod status;
 mod tags;
+mod teller;
 mod throw;
+mod tickets;
 mod torch;
 
 pub use callbacks::*;
@@ -32,6 +36,7 @@ pub use share::*;
 pub use statistics::*;
 pub use status::*;
 pub use tags::*;
+pub use tickets::*;
 pub use torch::*;
 
 use std::ffi::{c_char, c_void};

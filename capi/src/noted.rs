@@ -1,7 +1,7 @@
-//! What is noted of blocks beside the heap: tags and recordings. Nothing while nobody wants it, but one relaxed load.
+//! What is noted of blocks beside the heap: tags, recordings and tickets. Nothing while nobody wants it, but one relaxed load.
 
 use crate::record::{self, Recorded};
-use crate::tags;
+use crate::{tags, teller};
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::sync::LazyLock;
@@ -11,12 +11,14 @@ use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 pub(crate) const TAGS: u8 = 1;
 /// A recording is under way, or was.
 pub(crate) const RECORDINGS: u8 = 2;
+/// Some block had a ticket for other processes, which ends with the block.
+pub(crate) const SHARED: u8 = 4;
 
 static WANTED: AtomicU8 = AtomicU8::new(0);
 
-/// Anything is to be noted.
+/// Allocations and uses are to be noted.
 pub(crate) fn wanted() -> bool {
-    WANTED.load(Relaxed) != 0
+    WANTED.load(Relaxed) & (TAGS | RECORDINGS) != 0
 }
 
 /// From now on this is noted, for good: blocks of before are then known not to be noted.
@@ -111,13 +113,16 @@ pub(crate) fn used(address: u64, stream: u64) {
 
 /// Frees by `free`, noted.
 pub(crate) fn free<E>(address: u64, free: impl FnOnce() -> Result<(), E>) -> Result<(), E> {
-    if !wanted() {
+    let wanted = WANTED.load(Relaxed);
+    if wanted == 0 {
         return free();
     }
+    let shared = if wanted & SHARED != 0 { teller::freeing(address) } else { None };
     let note = freeing(address);
     let done = free();
-    if let (Err(_), Some(note)) = (&done, note) {
-        lives_on(address, note);
+    if done.is_err() {
+        note.into_iter().for_each(|note| lives_on(address, note));
+        shared.into_iter().for_each(teller::lives_on);
     }
     done
 }

@@ -109,6 +109,10 @@ pub struct xseg_statistics {
     pub exported: u64,
     /// Bytes of other processes' blocks that are mapped here; they count nowhere else.
     pub imported: u64,
+    /// Blocks so far that lie where the plan (`plan` in `XSEG_CONF`) says.
+    pub planned: u64,
+    /// Blocks so far that the plan foresaw and that lie elsewhere, since their place was not free.
+    pub planned_elsewhere: u64,
 }
 
 impl From<&Stats> for xseg_statistics {
@@ -163,13 +167,15 @@ impl From<&Stats> for xseg_statistics {
             metadata_bytes: stats.metadata_bytes,
             exported: stats.exported,
             imported: stats.imported,
+            planned: stats.planned,
+            planned_elsewhere: stats.planned_elsewhere,
         }
     }
 }
 
 /// The same by name, for bindings in other languages.
 #[must_use]
-pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 48] {
+pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 50] {
     let filled = xseg_statistics::from(stats);
     [
         ("allocated", filled.allocated),
@@ -220,6 +226,8 @@ pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 48] {
         ("metadata_bytes", filled.metadata_bytes),
         ("exported", filled.exported),
         ("imported", filled.imported),
+        ("planned", filled.planned),
+        ("planned_elsewhere", filled.planned_elsewhere),
     ]
 }
 

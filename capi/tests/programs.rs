@@ -95,6 +95,12 @@ fn memory_of_several_processes() {
 }
 
 #[test]
+fn tickets_for_blocks_of_devices() {
+    let small_handles = [("XSEG_CONF", "backend:host,limit:256MiB,handle_max:2MiB,growth:exact")];
+    program("tests/programs/tickets.c", false, &small_handles);
+}
+
+#[test]
 fn an_allocator_hook_throws() {
     program("tests/programs/throws.cpp", false, &[]);
 }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import xseg
@@ -189,3 +192,18 @@ def test_threads() -> None:
         thread.join()
     assert not wrong and heap.stats()["allocated"] == 0
     heap.check()
+
+
+def test_blocks_of_a_plan_are_counted(tmp_path: Path) -> None:
+    sizes = [9_000_000, 3_000_000, 5_000_000, 7_000_000]
+    trace, plan = tmp_path / "run.trace", tmp_path / "run.plan"
+    lines = [f"a,{at},{size},0,{at}" for at, size in enumerate(sizes)]
+    trace.write_text("\n".join(lines + [f"f,{at},9" for at in range(4)]) + "\n")
+    command = [sys.executable, "-m", "xseg", "plan", str(trace), "-o", str(plan)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    heap = xseg.Heap(f"backend:host,plan:{plan}")
+    assert (heap.stats()["planned"], heap.stats()["planned_elsewhere"]) == (0, 0)
+    blocks = [heap.alloc(size) for size in sizes]
+    assert (heap.stats()["planned"], heap.stats()["planned_elsewhere"]) == (4, 0)
+    del blocks

@@ -71,6 +71,19 @@ def test_install_refuses_what_cannot_work() -> None:
     assert xseg.installed() is None
 
 
+def test_a_tensor_for_a_process_without_install_says_what_to_do() -> None:
+    code = """
+import pickle
+from xseg._ipc import rebuild_cuda_tensor
+class Tensor:
+    def __reduce__(self):
+        return rebuild_cuda_tensor, (1, 2)
+pickle.loads(pickle.dumps(Tensor()))
+"""
+    done = run("-c", code)
+    assert done.returncode == 1 and "call xseg.install() in this process too" in done.stderr, done.stderr
+
+
 def test_the_c_functions_are_in_the_module() -> None:
     import ctypes
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from xseg import _build
+from xseg import _build, _native
 
 if importlib.util.find_spec("torch") is None:
     pytest.skip("PyTorch is not installed", allow_module_level=True)
@@ -302,5 +302,166 @@ for call in (lambda: torch._C._cuda_checkPoolLiveAllocations(0, (0, 1), set()), 
         raise SystemExit("no error")
     except RuntimeError as error:
         assert "cudagraph_trees = False" in str(error), error
+""",
+    )
+
+
+def test_tensors_for_other_processes_name_xseg(modes: list[str]) -> None:
+    run(
+        "full",
+        """
+from torch.multiprocessing import reductions
+from xseg import _ipc
+assert reductions.rebuild_cuda_tensor is _ipc.rebuild_cuda_tensor
+assert b"xseg._ipc" in pickle.dumps(reductions.rebuild_cuda_tensor)
+# PyTorch's own function does the work: of nothing it needs no GPU.
+parts = (torch.Tensor, (0,), (1,), 0, torch.storage.TypedStorage, torch.float32, "cpu", None, 0, 0, False, None, 0, None, False)
+assert reductions.rebuild_cuda_tensor(*parts).shape == (0,)
+""",
+    )
+
+
+def test_tensors_without_the_part_say_what_to_do(modes: list[str]) -> None:
+    run(
+        "plain",
+        """
+from xseg import _ipc
+storage = torch.UntypedStorage(8)
+for call in (storage._share_cuda_, lambda: torch.UntypedStorage._new_shared_cuda(0, b"", 8), lambda: _ipc.rebuild_cuda_tensor(1)):
+    try:
+        call()
+        raise SystemExit("no error")
+    except RuntimeError as error:
+        assert "install g++" in str(error) and "tensor.cpu()" in str(error), error
+""",
+    )
+
+
+@pytest.fixture(scope="module")
+def ipc(modes: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The functions that PyTorch calls for tensors between processes, as a library."""
+    import torch
+
+    folder, torch_folder = tmp_path_factory.mktemp("ipc"), Path(torch.__file__).parent
+    (folder / "xseg.h").write_text(_native.header())
+    includes = [folder, Path(_build.__file__).parent, torch_folder / "include"]
+    command = [
+        _build._compiler(), "-shared", "-fPIC", "-std=c++20", "-DUSE_CUDA", "-Wl,-Bsymbolic",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *[f"-I{include}" for include in includes],
+        "-isystem", _build._cuda_include(torch_folder.parent), str(Path(__file__).with_name("ipc.cpp")), _native.__file__,
+        "-o", str(folder / "ipc.so"), f"-L{torch_folder}/lib", "-lc10_cuda", "-lc10",
+    ]  # fmt: skip
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return folder / "ipc.so"
+
+
+IPC = """
+import ctypes, os, socket, subprocess, sys, threading, time
+import torch
+from xseg import _torch
+c = _torch._c()
+c.xseg_device_alloc.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]
+c.xseg_device_free.argtypes = [ctypes.c_void_p]
+# As PyTorch calls them: with Python's lock.
+ipc = ctypes.PyDLL(os.environ["IPC_LIBRARY"])
+ipc.test_share.argtypes, ipc.test_share.restype = [ctypes.c_void_p], ctypes.c_char_p
+ipc.test_receive.argtypes, ipc.test_receive.restype = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p], ctypes.c_void_p
+ipc.test_drop.argtypes = [ctypes.c_char_p]
+MIB = 1 << 20
+def receive(name, ticket):
+    why = ctypes.c_char_p()
+    address = ipc.test_receive(name, ticket, ctypes.byref(why))
+    return address if address is not None else why.value.decode()
+def byte(address):
+    return ctypes.cast(address, ctypes.POINTER(ctypes.c_ubyte))
+def stats():
+    filled = (ctypes.c_uint64 * (len(_torch._native.STATISTICS) + 1))()
+    filled[0] = ctypes.sizeof(filled)
+    _torch._check(c.xseg_stats(_torch._heap(0), filled))
+    return dict(zip(_torch._native.STATISTICS, filled[1:]))
+def until(done):
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline, stats()
+        time.sleep(0.001)
+"""
+
+
+def run_ipc(library: Path, code: str) -> None:
+    settings = {"XSEG_CONF": "backend:host,limit:256MiB", "IPC_LIBRARY": str(library), "IPC": IPC}
+    command = [sys.executable, "-c", IPC + code]
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_block_is_received_once_and_given_back(ipc: Path) -> None:
+    run_ipc(
+        ipc,
+        """
+OTHER = os.environ["IPC"] + '''
+ticket = sys.stdin.readline().strip().encode()
+first, second = receive(b"first", ticket), receive(b"second", ticket)
+assert first == second and stats()["imported"] == 40 * MIB, (first, second, stats()["imported"])
+assert byte(first)[0] == 7 and byte(first)[40 * MIB - 1] == 9
+byte(first)[1] = 11
+ipc.test_drop(b"first")
+assert byte(second)[0] == 7 and stats()["imported"] == 40 * MIB
+print("read", flush=True)
+sys.stdin.readline()
+assert byte(second)[0] == 7, "freed by its owner, it is another's"
+ipc.test_drop(b"second")
+until(lambda: stats()["imported"] == 0)
+print(receive(b"third", ticket), flush=True)
+sys.stdin.readline()
+'''
+block = ctypes.c_void_p()
+assert c.xseg_device_alloc(0, 40 * MIB, None, ctypes.byref(block)) == 0
+byte(block.value)[0], byte(block.value)[40 * MIB - 1] = 7, 9
+ticket = ipc.test_share(block).decode()
+assert ticket == ipc.test_share(block).decode() and ticket.startswith("xseg-ticket ")
+other = subprocess.Popen([sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+print(ticket, file=other.stdin, flush=True)
+assert other.stdout.readline().strip() == "read" and byte(block.value)[1] == 11
+assert c.xseg_device_free(block) == 0 and stats()["pending"] == 40 * MIB
+more = ctypes.c_void_p()
+assert c.xseg_device_alloc(0, 40 * MIB, None, ctypes.byref(more)) == 0 and more.value != block.value
+ctypes.memset(more, 1, 40 * MIB)
+print("freed", file=other.stdin, flush=True)
+said = other.stdout.readline()
+assert "could not receive a tensor of another process" in said and "the block was freed" in said, said
+def over():
+    c.xseg_tick(_torch._heap(0))
+    return stats()["exported"] == stats()["pending"] == 0
+until(over)
+print("end", file=other.stdin, flush=True)
+assert other.wait(60) == 0
+said = ipc.test_share(block).decode()
+assert said.startswith("!xseg could not send a tensor to another process") and "no live block" in said, said
+""",
+    )
+
+
+def test_other_threads_run_while_one_waits_for_a_process(ipc: Path) -> None:
+    run_ipc(
+        ipc,
+        r"""
+here = socket.socket(socket.AF_UNIX)
+here.bind("\0xseg-test-" + str(os.getpid()))
+here.listen()
+asked = []
+def answer():
+    there, _ = here.accept()
+    asked.append(there.recv(100))
+    there.sendall(bytes([2]) + b"not today")
+    there.close()
+thread = threading.Thread(target=answer)
+thread.start()
+ticket = f"xseg-ticket 1 {os.getpid()} xseg-test-{os.getpid()} {7:032x}"
+said = receive(b"one", ticket.encode())
+thread.join()
+assert "refused it: not today" in str(said) and len(asked[0]) == 24 and asked[0].endswith(bytes([7])), said
+# A handle of PyTorch's own allocator.
+assert "xseg.install()" in receive(b"two", bytes([1, 99]) + b"x" * 60)
 """,
     )

@@ -1,7 +1,7 @@
 //! The exporter's side: is the import over?
 
 use super::message::{BATCH, Offer, Piece, Said, encode_pieces, encode_refusal};
-use super::socket::{ready, receive, send, send_in_turn, system};
+use super::socket::{PATIENCE, Patience, ready, receive_all_or_leave, send, send_in_turn, system};
 use crate::error::ShareFault;
 use parking_lot::Mutex;
 use rustix::event::PollFlags;
@@ -31,11 +31,12 @@ struct Heard {
 }
 
 impl End {
-    /// Reads one message; `None` where there is none.
+    /// Reads one message; `None` where there is none. [`Errno::MFILE`]: there is one whose descriptors this process may not open;
+    /// it stays there.
     fn hear(&self) -> Result<Option<Said>, Errno> {
         let mut heard = self.heard.lock();
         let mut bytes = [0; 8];
-        let received = match receive(self.socket.as_fd(), &mut bytes) {
+        let received = match receive_all_or_leave(self.socket.as_fd(), &mut bytes) {
             Ok(received) => received,
             Err(Errno::AGAIN) => return Ok(None),
             Err(error) => return Err(error),
@@ -90,7 +91,19 @@ impl Lease {
             return false;
         }
         // All that was said. It ends: nobody can say more.
-        while let Ok(Some(_)) | Err(Errno::CONNRESET | Errno::MFILE | Errno::MSGSIZE) = end.hear() {}
+        loop {
+            match end.hear() {
+                Ok(Some(_)) | Err(Errno::CONNRESET | Errno::MSGSIZE) => {}
+                Err(Errno::MFILE) => {
+                    // Which process it is cannot be known yet, which may have its memory mapped.
+                    tracing::warn!(
+                        "an import is kept open: no descriptor is left to look for its process (`ulimit -n`)"
+                    );
+                    return false;
+                }
+                Ok(None) | Err(_) => break,
+            }
+        }
         let heard = end.heard.lock();
         match &heard.process {
             Some(process) if !heard.done => {
@@ -129,6 +142,10 @@ impl Server {
                 Ok(Some(Said::Done)) => return false,
                 Ok(Some(Said::Hello)) => continue,
                 Ok(None) => {}
+                Err(error @ Errno::MFILE) => {
+                    self.refuse(&system("which process imports cannot be seen", error).to_string());
+                    return false;
+                }
                 Err(_) => return false,
             }
             match ready(self.0.socket.as_fd(), PollFlags::IN, None) {
@@ -142,7 +159,8 @@ impl Server {
     /// Queues the next handles.
     pub(crate) fn queue(&self, pieces: &[(Piece, OwnedFd)]) -> Result<(), ShareFault> {
         let (pieces, descriptors) = parts(pieces);
-        let sent = send_in_turn(self.0.socket.as_fd(), &encode_pieces(&pieces), &descriptors);
+        let mut patience = Patience::new(PATIENCE);
+        let sent = send_in_turn(self.0.socket.as_fd(), &encode_pieces(&pieces), &descriptors, &mut patience);
         sent.map_err(|error| system("descriptors cannot be queued", error))
     }
 

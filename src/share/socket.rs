@@ -6,13 +6,13 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, IoSlice, IoSliceMut, retry_on_intr};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recv, recvmsg, sendmsg, socketpair,
 };
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// Longest wait for a message that the other side owes.
+/// Longest wait for what the other side owes: all waits of one exchange together.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 /// What a caller's own socket carries with the one descriptor of an export.
 pub(super) const MARK: [u8; 8] = *b"xsegfd\n\x01";
@@ -27,13 +27,47 @@ pub(super) struct Received {
 }
 
 pub(super) fn system(what: &str, error: Errno) -> ShareFault {
-    let advice = match error {
-        Errno::MFILE | Errno::NFILE | Errno::TOOMANYREFS => {
-            "; raise the limit of open files (`ulimit -n`) or end imports"
+    let what = format!("{what}: {error}");
+    match error {
+        Errno::MFILE | Errno::NFILE | Errno::TOOMANYREFS => ShareFault::NoDescriptor(what),
+        _ => ShareFault::System(what),
+    }
+}
+
+/// What is left of the longest wait. Only waiting counts: what this side does meanwhile may take its time.
+#[derive(Debug)]
+pub(super) struct Patience {
+    all: Duration,
+    left: Duration,
+}
+
+impl Patience {
+    pub(super) const fn new(all: Duration) -> Self {
+        Self { all, left: all }
+    }
+
+    /// Waits for one of `events` or a hang-up.
+    pub(super) fn ready(&mut self, socket: BorrowedFd<'_>, events: PollFlags) -> Result<(), ShareFault> {
+        let start = Instant::now();
+        let found = ready(socket, events, Some(self.left));
+        self.left = self.left.saturating_sub(start.elapsed());
+        match found {
+            Ok(found) if found.is_empty() => Err(ShareFault::Silent(self.all)),
+            Ok(_) => Ok(()),
+            Err(error) => Err(system("the socket cannot be waited for", error)),
         }
-        _ => "",
-    };
-    ShareFault::System(format!("{what}: {error}{advice}"))
+    }
+
+    /// Waits a moment for what cannot be polled for. False: there was enough waiting.
+    fn pause(&mut self) -> bool {
+        const MOMENT: Duration = Duration::from_millis(1);
+        let more = !self.left.is_zero();
+        if more {
+            std::thread::sleep(MOMENT);
+            self.left = self.left.saturating_sub(MOMENT);
+        }
+        more
+    }
 }
 
 /// A connected pair that keeps messages apart.
@@ -56,21 +90,41 @@ pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], descriptors: &[Borrowed
 
 /// As [`send`], tried again for a while where the user's processes have too many descriptors on their way to others, who
 /// take them by and by.
-pub(super) fn send_in_turn(socket: BorrowedFd<'_>, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<(), Errno> {
-    let start = Instant::now();
+pub(super) fn send_in_turn(
+    socket: BorrowedFd<'_>,
+    bytes: &[u8],
+    descriptors: &[BorrowedFd<'_>],
+    patience: &mut Patience,
+) -> Result<(), Errno> {
     loop {
         match send(socket, bytes, descriptors) {
-            Err(Errno::TOOMANYREFS) if start.elapsed() < PATIENCE => std::thread::sleep(Duration::from_millis(1)),
+            Err(Errno::TOOMANYREFS) if patience.pause() => {}
             done => return done,
         }
     }
 }
 
 /// Takes what is there. Never waits: [`Errno::AGAIN`] where there is nothing; no bytes where the other side is gone.
+/// [`Errno::MFILE`] where this process may open too few descriptors for all that came: then all of them are lost.
 pub(super) fn receive(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<Received, Errno> {
+    take(socket, bytes, RecvFlags::empty())
+}
+
+/// As [`receive`], but what has too many descriptors for this process stays where it is, and may be had later. For one thread
+/// at a time.
+pub(super) fn receive_all_or_leave(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<Received, Errno> {
+    let seen = take(socket, bytes, RecvFlags::PEEK);
+    if matches!(seen, Ok(_) | Err(Errno::MSGSIZE)) {
+        // Without room for its descriptors, of which `seen` has copies. Nobody else reads: it is the same message.
+        retry_on_intr(|| recv(socket, &mut [0_u8; 1], RecvFlags::DONTWAIT))?;
+    }
+    seen
+}
+
+fn take(socket: BorrowedFd<'_>, bytes: &mut [u8], how: RecvFlags) -> Result<Received, Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(BATCH))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    let flags = how | RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
     let message = retry_on_intr(|| recvmsg(socket, &mut [IoSliceMut::new(bytes)], &mut control, flags))?;
     let mut descriptors = Vec::new();
     for part in control.drain() {
@@ -78,12 +132,14 @@ pub(super) fn receive(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<Receiv
             descriptors.extend(rights);
         }
     }
-    // What came so far is closed on these returns.
+    // What came so far is closed on these returns. Cut off is what there is no room for here, or no number in this process.
+    if message.flags.contains(ReturnFlags::TRUNC)
+        || descriptors.len() >= BATCH && message.flags.contains(ReturnFlags::CTRUNC)
+    {
+        return Err(Errno::MSGSIZE);
+    }
     if message.flags.contains(ReturnFlags::CTRUNC) {
         return Err(Errno::MFILE);
-    }
-    if message.flags.contains(ReturnFlags::TRUNC) {
-        return Err(Errno::MSGSIZE);
     }
     Ok(Received { len: message.bytes, descriptors })
 }
@@ -106,11 +162,12 @@ pub(super) fn ready(socket: BorrowedFd<'_>, events: PollFlags, limit: Option<Dur
 
 /// Sends the descriptor of an export over a socket of the caller's.
 pub(crate) fn pass_on(socket: BorrowedFd<'_>, export: BorrowedFd<'_>) -> Result<(), ShareFault> {
+    let mut patience = Patience::new(PATIENCE);
     loop {
-        match send_in_turn(socket, &MARK, &[export]) {
+        match send_in_turn(socket, &MARK, &[export], &mut patience) {
             Ok(()) => return Ok(()),
             Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => return Err(ShareFault::Ended),
-            Err(Errno::AGAIN) => wait(socket, PollFlags::OUT)?,
+            Err(Errno::AGAIN) => patience.ready(socket, PollFlags::OUT)?,
             Err(error) => return Err(system("the export cannot be sent over this socket", error)),
         }
     }
@@ -118,6 +175,10 @@ pub(crate) fn pass_on(socket: BorrowedFd<'_>, export: BorrowedFd<'_>) -> Result<
 
 /// Takes the descriptor of an export from a socket of the caller's.
 pub(crate) fn take_over(socket: BorrowedFd<'_>) -> Result<OwnedFd, ShareFault> {
+    take_over_within(socket, &mut Patience::new(PATIENCE))
+}
+
+pub(super) fn take_over_within(socket: BorrowedFd<'_>, patience: &mut Patience) -> Result<OwnedFd, ShareFault> {
     let (mut mark, mut have, mut export) = ([0; MARK.len()], 0, None);
     while have < mark.len() {
         match receive(socket, &mut mark[have..]) {
@@ -134,17 +195,9 @@ pub(crate) fn take_over(socket: BorrowedFd<'_>) -> Result<OwnedFd, ShareFault> {
                 }
             }
             Err(Errno::CONNRESET | Errno::NOTCONN) => return Err(ShareFault::Ended),
-            Err(Errno::AGAIN) => wait(socket, PollFlags::IN)?,
+            Err(Errno::AGAIN) => patience.ready(socket, PollFlags::IN)?,
             Err(error) => return Err(system("no export can be received from this socket", error)),
         }
     }
     export.ok_or_else(|| malformed("no descriptor came with it"))
-}
-
-fn wait(socket: BorrowedFd<'_>, event: PollFlags) -> Result<(), ShareFault> {
-    match ready(socket.as_fd(), event, Some(PATIENCE)) {
-        Ok(found) if found.is_empty() => Err(ShareFault::Silent(PATIENCE)),
-        Ok(_) => Ok(()),
-        Err(error) => Err(system("the socket cannot be waited for", error)),
-    }
 }

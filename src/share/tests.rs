@@ -228,7 +228,7 @@ fn handles_are_checked_and_their_descriptors_closed() {
     assert!(control.push(rustix::net::SendAncillaryMessage::ScmRights(&many)));
     let bytes = [rustix::io::IoSlice::new(&good)];
     rustix::net::sendmsg(ours.as_fd(), &bytes, &mut control, rustix::net::SendFlags::empty()).unwrap();
-    assert!(matches!(tie.next(), Err(ShareFault::System(_))));
+    assert!(matches!(tie.next(), Err(ShareFault::Malformed(_))));
     for file in &two {
         assert_eq!(held(inode(file)), 1, "only the test's own is left");
     }
@@ -278,4 +278,119 @@ fn an_export_travels_over_a_stream() {
     assert_eq!(take_over(there.as_fd()).unwrap_err(), ShareFault::Ended);
     assert_eq!(pass_on(there.as_fd(), file.as_fd()).unwrap_err(), ShareFault::Ended);
     assert!(matches!(take_over(file.as_fd()), Err(ShareFault::System(_))));
+}
+
+#[test]
+fn all_waits_of_an_import_have_one_end() {
+    const ALL: Duration = Duration::from_millis(300);
+    let (lease, export) = pair().unwrap();
+    lease.offer(&offer(1000), &[]).unwrap();
+    let server = lease.server();
+    let serving = std::thread::spawn(move || {
+        // Slow, but never as slow as that.
+        while server.is_asked() {
+            std::thread::sleep(ALL / 5);
+            if server.queue(&pieces(1)).is_err() {
+                break;
+            }
+        }
+    });
+    let (mut tie, _) = Tie::open(export).unwrap();
+    tie.set_patience(ALL);
+    tie.hello().unwrap();
+    let error = (0..1000).find_map(|_| tie.next().err());
+    assert_eq!(error, Some(ShareFault::Silent(ALL)));
+    tie.done();
+    serving.join().unwrap();
+}
+
+/// Runs a test of this file in a process of its own, which may set limits.
+fn alone(name: &str, test: impl FnOnce()) {
+    const MARK: &str = "XSEG_SHARE_ALONE";
+    if std::env::var_os(MARK).is_some() {
+        return test();
+    }
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", &format!("share::tests::{name}"), "--nocapture", "--test-threads=1"]);
+    let output = command.env(MARK, "1").output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && text.contains("1 passed"),
+        "{text}\n{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+/// All descriptors that this process may still open.
+fn all_descriptors() -> Vec<OwnedFd> {
+    use rustix::process::{Resource, Rlimit, setrlimit};
+    setrlimit(Resource::Nofile, Rlimit { current: Some(64), maximum: Some(64) }).unwrap();
+    let first = std::fs::File::open("/dev/null").map(OwnedFd::from).ok();
+    let all = std::iter::successors(first, |one| one.try_clone().ok());
+    all.collect()
+}
+
+#[test]
+fn a_pidfd_that_finds_no_room_is_not_lost() {
+    alone("a_pidfd_that_finds_no_room_is_not_lost", || {
+        let (lease, tie, _) = opened();
+        tie.hello().unwrap();
+        let server = lease.server();
+        let mut taken = all_descriptors();
+        assert!(!server.is_asked());
+        drop(tie);
+        taken.extend(all_descriptors());
+        // Hung up without an end, by a process that cannot be looked for.
+        assert!(!lease.is_over(NOW) && !lease.is_over(NOW));
+        drop(taken);
+        // It is there still: this process, which lives.
+        assert!(!lease.is_over(NOW));
+    });
+}
+
+#[test]
+fn an_importer_hears_that_its_exporter_has_no_descriptor_left() {
+    alone("an_importer_hears_that_its_exporter_has_no_descriptor_left", || {
+        let (lease, mut tie, _) = opened();
+        tie.hello().unwrap();
+        let taken = all_descriptors();
+        assert!(!lease.server().is_asked());
+        match tie.next().unwrap_err() {
+            ShareFault::Refused(why) => assert!(why.contains("ulimit -n"), "{why}"),
+            other => panic!("{other}"),
+        }
+        drop(taken);
+        tie.done();
+        assert!(lease.is_over(NOW));
+    });
+}
+
+#[test]
+fn an_importer_without_descriptors_says_so() {
+    alone("an_importer_without_descriptors_says_so", || {
+        let limited = |error: ShareFault| match error {
+            ShareFault::NoDescriptor(why) => why,
+            other => panic!("{other}"),
+        };
+        // Those of the offer.
+        let (lease, export) = pair().unwrap();
+        lease.offer(&offer(2), &pieces(2)).unwrap();
+        let mut taken = all_descriptors();
+        assert!(limited(Tie::open(export).unwrap_err()).contains("did not all arrive"));
+        assert!(lease.is_over(NOW));
+        drop(taken);
+        // Its own pidfd, and those of a later message.
+        let (lease, mut tie, _) = opened();
+        let sent = pieces(2);
+        lease.server().queue(&sent).unwrap();
+        taken = all_descriptors();
+        assert!(limited(tie.hello().unwrap_err()).contains("which process this is"));
+        taken.pop();
+        tie.hello().unwrap();
+        assert!(limited(tie.next().unwrap_err()).contains("did not all arrive"));
+        // The one that did arrive is closed again, and at the limit no export is made either.
+        let more = all_descriptors();
+        assert_eq!(more.len(), 1);
+        assert!(limited(pair().unwrap_err()).contains("no pair of sockets"));
+    });
 }

@@ -1,8 +1,9 @@
 //! The importer's side.
 
 use super::message::{LONGEST, Offer, Piece, Said, decode_pieces, malformed};
-use super::socket::{PATIENCE, Received, ready, receive, send, system};
+use super::socket::{PATIENCE, Patience, Received, receive, send, send_in_turn, system};
 use crate::error::ShareFault;
+use parking_lot::Mutex;
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown};
@@ -17,12 +18,19 @@ pub(crate) struct Tie {
     owner: i32,
     /// Handles that came with the offer.
     first: Vec<(Piece, OwnedFd)>,
+    /// For all that the exporter is asked for.
+    patience: Mutex<Patience>,
 }
 
 impl Tie {
     /// Takes the descriptor of an export, and what it offers.
     pub(crate) fn open(export: OwnedFd) -> Result<(Self, Offer), ShareFault> {
-        let mut tie = Self { socket: export, owner: getpid().as_raw_pid(), first: Vec::new() };
+        let mut tie = Self {
+            socket: export,
+            owner: getpid().as_raw_pid(),
+            first: Vec::new(),
+            patience: Mutex::new(Patience::new(PATIENCE)),
+        };
         let mut bytes = [0; LONGEST];
         // Queued before the descriptor was given away, so that nothing is waited for.
         let Received { len, descriptors } = match receive(tie.socket.as_fd(), &mut bytes) {
@@ -42,22 +50,22 @@ impl Tie {
     /// Tells the exporter who this is, before anything is mapped: from now on the import is over only when it is
     /// [`Tie::done`], or with this process.
     pub(crate) fn hello(&self) -> Result<(), ShareFault> {
-        let hello = Said::Hello.encode();
+        let (socket, hello) = (self.socket.as_fd(), Said::Hello.encode());
         let process = pidfd_open(getpid(), PidfdFlags::empty());
         let sent = match &process {
-            Ok(process) => send(self.socket.as_fd(), &hello, &[process.as_fd()]),
+            Ok(process) => send_in_turn(socket, &hello, &[process.as_fd()], &mut self.patience.lock()),
             Err(error) => Err(*error),
         };
         match sent {
-            Ok(()) => Ok(()),
-            Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => {
-                // The exporter is gone; what it queued is here all the same.
-                Ok(())
+            // The exporter may be gone; what it queued is here all the same.
+            Ok(()) | Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => Ok(()),
+            Err(error @ (Errno::MFILE | Errno::NFILE | Errno::TOOMANYREFS)) => {
+                Err(system("the exporter cannot be told which process this is", error))
             }
-            // Without one the end of this process shows as the socket's end alone, which may come a little early.
+            // Where there are no pidfds the end of this process shows as the socket's end alone, which may come a little early.
             Err(error) => {
                 tracing::debug!(%error, "an import goes on without a pidfd");
-                send(self.socket.as_fd(), &hello, &[]).or(Ok(()))
+                send(socket, &hello, &[]).or(Ok(()))
             }
         }
     }
@@ -71,11 +79,7 @@ impl Tie {
         let mut bytes = [0; LONGEST];
         let Received { len, descriptors } = match receive(self.socket.as_fd(), &mut bytes) {
             Err(Errno::AGAIN) => {
-                match ready(self.socket.as_fd(), PollFlags::IN, Some(PATIENCE)) {
-                    Ok(found) if found.is_empty() => return Err(ShareFault::Silent(PATIENCE)),
-                    Ok(_) => {}
-                    Err(error) => return Err(broken(error)),
-                }
+                self.patience.get_mut().ready(self.socket.as_fd(), PollFlags::IN)?;
                 receive(self.socket.as_fd(), &mut bytes).map_err(broken)?
             }
             other => other.map_err(broken)?,
@@ -102,12 +106,18 @@ fn broken(error: Errno) -> ShareFault {
     match error {
         Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN => ShareFault::Ended,
         Errno::MSGSIZE => malformed("a message is longer than any that an exporter sends"),
+        Errno::MFILE => system("the descriptors of a message did not all arrive", error),
         error => system("the exporter cannot be heard", error),
     }
 }
 
 #[cfg(test)]
 impl Tie {
+    /// With another longest wait.
+    pub(super) fn set_patience(&mut self, all: std::time::Duration) {
+        self.patience = Mutex::new(Patience::new(all));
+    }
+
     /// A copy of the descriptor, as a forked child has it.
     pub(super) fn try_clone(&self) -> OwnedFd {
         self.socket.try_clone().expect("a descriptor is left")

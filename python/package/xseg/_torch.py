@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from . import _build, _native
+from . import _build, _ipc, _native
 
 _mode: str | None = None
 _library: ctypes.CDLL | None = None
@@ -167,6 +167,7 @@ def _install_full(part: str) -> str:
         raise RuntimeError(f"PyTorch did not take xseg as its allocator: {refused.decode()}")
     library.xseg_torch_own_pool.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
     _mind_pools(library.xseg_torch_own_pool)
+    _ipc.mind_tensors()
     return "full"
 
 
@@ -265,6 +266,7 @@ def _install_plain(torch: Any) -> str:
             "torch._inductor.config.triton.cudagraph_trees = False"
         )
 
+    _ipc.refuse_tensors(torch)
     torch._C._cuda_checkPoolLiveAllocations = no_trees
     torch._C._cuda_getCheckpointState = no_trees
     torch._C._cuda_memoryStats = memory_stats

@@ -21,9 +21,11 @@
 #include "torch_checkpoint.hpp"
 #include "torch_heap.hpp"
 #include "torch_history.hpp"
+#include "torch_ipc.hpp"
 #include "torch_nccl.hpp"
 #include "torch_pools.hpp"
 #include "torch_snapshot.hpp"
+#include "torch_stats.hpp"
 #include "xseg.h"
 
 namespace {
@@ -41,17 +43,6 @@ using xseg_torch::History;
 using xseg_torch::kDevices;
 using xseg_torch::OwnPools;
 using xseg_torch::used;
-
-void set(c10::CachingAllocator::StatArray& stat, uint64_t current, uint64_t peak, uint64_t allocated, uint64_t freed) {
-  c10::CachingAllocator::Stat one;
-  one.current = static_cast<int64_t>(current);
-  one.peak = static_cast<int64_t>(std::max(current, peak));
-  one.allocated = static_cast<int64_t>(allocated);
-  one.freed = static_cast<int64_t>(freed);
-  stat[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)] = one;
-  // xseg counts small and large blocks together; they are shown as large ones.
-  stat[static_cast<size_t>(c10::CachingAllocator::StatType::LARGE_POOL)] = one;
-}
 
 // What the pools with an allocator of their own need of PyTorch.
 OwnPools::Outside outside();
@@ -151,35 +142,7 @@ class Allocator final : public CUDAPluggableAllocator {
   }
 
   DeviceStats getDeviceStats(c10::DeviceIndex device) override {
-    const auto found = figures(device);
-    const auto& now = found.now;
-    const auto since = baseline(device);
-    DeviceStats stats;
-    const auto allocs = now.allocs - since.now.allocs, frees = now.frees - since.now.frees;
-    const auto made = now.calls_create - since.now.calls_create, gone = now.calls_release - since.now.calls_release;
-    const auto bytes = found.allocated - since.allocated, asked = found.requested - since.requested;
-    const auto created = now.bytes_created - since.now.bytes_created;
-    set(stats.allocation, now.live_blocks, 0, allocs, frees);
-    set(stats.active, now.live_blocks, 0, allocs, frees);
-    set(stats.segment, now.calls_create - now.calls_release, 0, made, gone);
-    // The two peaks need not have been at the same time: their sum is a bound.
-    const auto own = own_pools.figures(device);
-    const auto live = now.allocated + own.live, requested = now.requested + own.requested, reserved = now.reserved + own.reserved;
-    const auto peak = now.peak_allocated + own.peak_live;
-    const auto freed = bytes - now.allocated + since.now.allocated;
-    set(stats.allocated_bytes, live, peak, bytes + own.live, freed);
-    set(stats.active_bytes, live + now.pending, peak, bytes + own.live, freed);
-    set(stats.requested_bytes, requested, now.peak_requested + own.peak_requested, asked + own.requested,
-        asked - now.requested + since.now.requested);
-    set(stats.reserved_bytes, reserved, now.peak_reserved + own.peak_reserved, created + own.reserved,
-        created - now.reserved + since.now.reserved);
-    set(stats.inactive_split_bytes, now.partly_live_granules, 0, 0, 0);
-    stats.num_alloc_retries = static_cast<int64_t>(now.host_waits - since.now.host_waits);
-    stats.num_ooms = static_cast<int64_t>(now.ooms - since.now.ooms);
-    stats.num_device_alloc = static_cast<int64_t>(made);
-    stats.num_device_free = static_cast<int64_t>(gone);
-    stats.max_split_size = -1;
-    return stats;
+    return xseg_torch::statistics(figures(device), baseline(device), own_pools.figures(device));
   }
   void resetAccumulatedStats(c10::DeviceIndex device) override {
     const auto now = figures(device);
@@ -285,8 +248,8 @@ class Allocator final : public CUDAPluggableAllocator {
   cca::CheckpointDelta setCheckpointPoolState(c10::DeviceIndex device, std::shared_ptr<cca::AllocatorState> state) override {
     return xseg_torch::apply_checkpoint(device, state, history, &give_back);
   }
-  cca::ShareableHandle shareIpcHandle(void*) override { no_sharing(); }
-  std::shared_ptr<void> getIpcDevPtr(std::string) override { no_sharing(); }
+  cca::ShareableHandle shareIpcHandle(void* block) override { return xseg_torch::share(block); }
+  std::shared_ptr<void> getIpcDevPtr(std::string ticket) override { return xseg_torch::receive(ticket); }
 
   cudaError_t memcpyAsync(void* to, int to_device, const void* from, int from_device, size_t bytes, cudaStream_t stream,
                           bool peers) override {
@@ -320,12 +283,6 @@ class Allocator final : public CUDAPluggableAllocator {
   Figures baseline(int device) {
     std::lock_guard<std::mutex> lock(mutex_);
     return since_[device];
-  }
-
-  [[noreturn]] static void no_sharing() {
-    TORCH_CHECK(false,
-                "tensors on xseg cannot be shared between processes by CUDA's IPC handles; send them through host memory, or "
-                "run with XSEG_CONF=off");
   }
 
   // Never held while the heap is called, whose callbacks take it.
