@@ -14,6 +14,9 @@ const CHURN_AFTER: u64 = 3;
 /// A handle is at most this share of what may still be created: sizes fall as memory fills, so that
 /// the last of it is made of handles that fit anywhere.
 const LAST: u64 = 16;
+/// A request gets handles of up to this share of its own length, where that is more: a block of many handles has idle ends
+/// as any other, and only those are lost.
+const REQUEST: u64 = 64;
 /// Growth beyond what was asked is at most this share of what may still be created, or [`SPARE_LEAST`].
 const SPARE: u64 = 64;
 const SPARE_LEAST: u64 = 4;
@@ -34,16 +37,16 @@ const fn floor_pow2(n: u64) -> u32 {
     }
 }
 
-/// Largest handle for large blocks under a limit, while `headroom` may still be created: `taken` and `freed` are
-/// what large blocks were given and gave back so far, in any one unit.
-pub(crate) fn handle_size(limit: u64, headroom: u64, handle_max: u32, (taken, freed): (u64, u64)) -> u32 {
+/// Largest handle for a large request of `asked` under a limit, while `headroom` may still be created: `taken` and `freed`
+/// are what large blocks were given and gave back so far, in any one unit.
+pub(crate) fn handle_size(asked: u64, limit: u64, headroom: u64, handle_max: u32, (taken, freed): (u64, u64)) -> u32 {
     let share = if freed.saturating_mul(CHURN_AFTER) < taken {
         limit / STAYING
     } else {
         // Half a granule less: so much is lost at a block's edge whatever the handle, and in a small heap it counts.
         (limit.saturating_mul(2) / CHURNING).saturating_sub(1) / 2
     };
-    handle_max.min(floor_pow2(share.min(headroom / LAST)))
+    handle_max.min(floor_pow2(share.max(asked / REQUEST).min(headroom / LAST)))
 }
 
 /// Largest handle behind addresses of a plan that takes `planned` granules, of a step that repeats or of a run; no smaller
@@ -51,7 +54,7 @@ pub(crate) fn handle_size(limit: u64, headroom: u64, handle_max: u32, (taken, fr
 pub(crate) fn planned_handle_size(planned: u64, repeats: bool, limit: u64, headroom: u64, handle_max: u32) -> u32 {
     let share = planned / if repeats { PLANNED_STEP } else { PLANNED_RUN };
     let size = handle_max.saturating_mul(PLANNED_TIMES).min(floor_pow2(share));
-    size.max(handle_size(limit, headroom, handle_max, (1, 1)))
+    size.max(handle_size(0, limit, headroom, handle_max, (1, 1)))
 }
 
 /// Granules that a growth step creates at least, when `step` is asked for.
@@ -66,7 +69,7 @@ mod tests {
     #[test]
     fn sizes_fall_with_churn_and_with_what_is_left() {
         let gib = 512;
-        let size = |limit, headroom, churn| handle_size(limit, headroom, 32, churn);
+        let size = |limit, headroom, churn| handle_size(64, limit, headroom, 32, churn);
         assert_eq!(size(24 * gib, 24 * gib, (100, 0)), 32);
         assert_eq!(size(24 * gib, 24 * gib, (100, 33)), 32);
         assert_eq!(size(24 * gib, 24 * gib, (100, 34)), 16);
@@ -75,6 +78,13 @@ mod tests {
         assert_eq!(size(32, 32, (1, 1)), 1);
         assert_eq!(size(24 * gib, 100, (100, 0)), 4);
         assert_eq!(size(24 * gib, 0, (100, 0)), 1);
+    }
+
+    #[test]
+    fn a_block_of_many_handles_gets_larger_ones() {
+        let size = |asked, headroom, handle_max| handle_size(asked, 5000, headroom, handle_max, (1, 1));
+        assert_eq!([127, 256, 512, 1024, 2048, 4096].map(|asked| size(asked, 1000, 32)), [4, 4, 8, 16, 32, 32]);
+        assert_eq!((size(4096, 1000, 1), size(4096, 64, 32)), (1, 4), "handle_max and what is left bound it");
     }
 
     #[test]

@@ -332,7 +332,7 @@ impl Inner {
             (Defrag::OnPressure, Some(_)) => (most, soft),
             _ => (most, hard),
         };
-        policy::handle_size(slow.limit / GRANULE, headroom, most, self.history.churn())
+        policy::handle_size(wanted.bytes / GRANULE, slow.limit / GRANULE, headroom, most, self.history.churn())
     }
 
     /// Bytes up to which growth may go before pages move instead; `u64::MAX`: no such bound.
