@@ -21,6 +21,11 @@ const REQUEST: u64 = 64;
 const SPARE: u64 = 64;
 const SPARE_LEAST: u64 = 4;
 
+/// Largest handle of `defrag:eager` in granules, as long as the slack is kept.
+const EAGER: u32 = 4;
+/// The slack counts as exceeded when this share of what it allows lies above that, and [`EAGER`] granules.
+const CROWDED: u64 = 500;
+
 /// A handle behind addresses of a plan is at most this share of them, and this many times `handle_max`: what a plan puts there
 /// fits as long as it is followed. Where a step repeats, programs come back to it; a run that is planned as a whole
 /// may go on otherwise, and what lies idle in partly live handles is then missing.
@@ -47,6 +52,17 @@ pub(crate) fn handle_size(asked: u64, limit: u64, headroom: u64, handle_max: u32
         (limit.saturating_mul(2) / CHURNING).saturating_sub(1) / 2
     };
     handle_max.min(floor_pow2(share.max(asked / REQUEST).min(headroom / LAST)))
+}
+
+/// Largest handle of `defrag:eager` after reserved was `crowded` times above what the slack allows when memory was planned
+/// for: each time idle memory in partly live handles was in the way, and half the size leaves half of it.
+pub(crate) fn eager_handle_size(crowded: u32, handle_max: u32) -> u32 {
+    handle_max.min((EAGER >> crowded.min(EAGER.ilog2())).max(1))
+}
+
+/// Does so much more than `allowed` exist that handles of `defrag:eager` should be smaller? In granules.
+pub(crate) fn is_crowded(reserved: u64, allowed: u64) -> bool {
+    reserved.saturating_sub(allowed) > (allowed / CROWDED).max(u64::from(EAGER))
 }
 
 /// Largest handle behind addresses of a plan that takes `planned` granules, of a step that repeats or of a run; no smaller
@@ -85,6 +101,14 @@ mod tests {
         let size = |asked, headroom, handle_max| handle_size(asked, 5000, headroom, handle_max, (1, 1));
         assert_eq!([127, 256, 512, 1024, 2048, 4096].map(|asked| size(asked, 1000, 32)), [4, 4, 8, 16, 32, 32]);
         assert_eq!((size(4096, 1000, 1), size(4096, 64, 32)), (1, 4), "handle_max and what is left bound it");
+    }
+
+    #[test]
+    fn eager_handles_halve_when_the_slack_is_exceeded() {
+        assert_eq!([0, 1, 2, 3, u32::MAX].map(|crowded| eager_handle_size(crowded, 32)), [4, 2, 1, 1, 1]);
+        assert_eq!([1000, 1004, 1005].map(|reserved| is_crowded(reserved, 1000)), [false, false, true]);
+        assert_eq!([10_020, 10_021, 9000].map(|reserved| is_crowded(reserved, 10_000)), [false, true, false]);
+        assert_eq!(eager_handle_size(0, 2), 2);
     }
 
     #[test]
