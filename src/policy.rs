@@ -14,9 +14,17 @@ const CHURN_AFTER: u64 = 3;
 /// A handle is at most this share of what may still be created: sizes fall as memory fills, so that
 /// the last of it is made of handles that fit anywhere.
 const LAST: u64 = 16;
+/// A request gets handles of up to this share of its own length, where that is more: a block of many handles has idle ends
+/// as any other, and only those are lost.
+const REQUEST: u64 = 80;
 /// Growth beyond what was asked is at most this share of what may still be created, or [`SPARE_LEAST`].
 const SPARE: u64 = 64;
 const SPARE_LEAST: u64 = 4;
+
+/// Largest handle of `defrag:eager` in granules, as long as the slack is kept.
+const EAGER: u32 = 4;
+/// The slack counts as exceeded when this share of what it allows lies above that, and [`EAGER`] granules.
+const CROWDED: u64 = 500;
 
 /// A handle behind addresses of a plan is at most this share of them, and this many times `handle_max`: what a plan puts there
 /// fits as long as it is followed. Where a step repeats, programs come back to it; a run that is planned as a whole
@@ -34,16 +42,27 @@ const fn floor_pow2(n: u64) -> u32 {
     }
 }
 
-/// Largest handle for large blocks under a limit, while `headroom` may still be created: `taken` and `freed` are
-/// what large blocks were given and gave back so far, in any one unit.
-pub(crate) fn handle_size(limit: u64, headroom: u64, handle_max: u32, (taken, freed): (u64, u64)) -> u32 {
+/// Largest handle for a large request of `asked` under a limit, while `headroom` may still be created: `taken` and `freed`
+/// are what large blocks were given and gave back so far, in any one unit.
+pub(crate) fn handle_size(asked: u64, limit: u64, headroom: u64, handle_max: u32, (taken, freed): (u64, u64)) -> u32 {
     let share = if freed.saturating_mul(CHURN_AFTER) < taken {
         limit / STAYING
     } else {
         // Half a granule less: so much is lost at a block's edge whatever the handle, and in a small heap it counts.
         (limit.saturating_mul(2) / CHURNING).saturating_sub(1) / 2
     };
-    handle_max.min(floor_pow2(share.min(headroom / LAST)))
+    handle_max.min(floor_pow2(share.max(asked / REQUEST).min(headroom / LAST)))
+}
+
+/// Largest handle of `defrag:eager` after reserved was `crowded` times above what the slack allows when memory was planned
+/// for: each time idle memory in partly live handles was in the way, and half the size leaves half of it.
+pub(crate) fn eager_handle_size(crowded: u32, handle_max: u32) -> u32 {
+    handle_max.min((EAGER >> crowded.min(EAGER.ilog2())).max(1))
+}
+
+/// Does so much more than `allowed` exist that handles of `defrag:eager` should be smaller? In granules.
+pub(crate) fn is_crowded(reserved: u64, allowed: u64) -> bool {
+    reserved.saturating_sub(allowed) > (allowed / CROWDED).max(u64::from(EAGER))
 }
 
 /// Largest handle behind addresses of a plan that takes `planned` granules, of a step that repeats or of a run; no smaller
@@ -51,7 +70,7 @@ pub(crate) fn handle_size(limit: u64, headroom: u64, handle_max: u32, (taken, fr
 pub(crate) fn planned_handle_size(planned: u64, repeats: bool, limit: u64, headroom: u64, handle_max: u32) -> u32 {
     let share = planned / if repeats { PLANNED_STEP } else { PLANNED_RUN };
     let size = handle_max.saturating_mul(PLANNED_TIMES).min(floor_pow2(share));
-    size.max(handle_size(limit, headroom, handle_max, (1, 1)))
+    size.max(handle_size(0, limit, headroom, handle_max, (1, 1)))
 }
 
 /// Granules that a growth step creates at least, when `step` is asked for.
@@ -66,7 +85,7 @@ mod tests {
     #[test]
     fn sizes_fall_with_churn_and_with_what_is_left() {
         let gib = 512;
-        let size = |limit, headroom, churn| handle_size(limit, headroom, 32, churn);
+        let size = |limit, headroom, churn| handle_size(64, limit, headroom, 32, churn);
         assert_eq!(size(24 * gib, 24 * gib, (100, 0)), 32);
         assert_eq!(size(24 * gib, 24 * gib, (100, 33)), 32);
         assert_eq!(size(24 * gib, 24 * gib, (100, 34)), 16);
@@ -75,6 +94,21 @@ mod tests {
         assert_eq!(size(32, 32, (1, 1)), 1);
         assert_eq!(size(24 * gib, 100, (100, 0)), 4);
         assert_eq!(size(24 * gib, 0, (100, 0)), 1);
+    }
+
+    #[test]
+    fn a_block_of_many_handles_gets_larger_ones() {
+        let size = |asked, headroom, handle_max| handle_size(asked, 5000, headroom, handle_max, (1, 1));
+        assert_eq!([127, 256, 512, 1024, 2048, 4096].map(|asked| size(asked, 1000, 32)), [4, 4, 4, 8, 16, 32]);
+        assert_eq!((size(4096, 1000, 1), size(4096, 64, 32)), (1, 4), "handle_max and what is left bound it");
+    }
+
+    #[test]
+    fn eager_handles_halve_when_the_slack_is_exceeded() {
+        assert_eq!([0, 1, 2, 3, u32::MAX].map(|crowded| eager_handle_size(crowded, 32)), [4, 2, 1, 1, 1]);
+        assert_eq!([1000, 1004, 1005].map(|reserved| is_crowded(reserved, 1000)), [false, false, true]);
+        assert_eq!([10_020, 10_021, 9000].map(|reserved| is_crowded(reserved, 10_000)), [false, true, false]);
+        assert_eq!(eager_handle_size(0, 2), 2);
     }
 
     #[test]

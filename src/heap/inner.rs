@@ -80,6 +80,8 @@ pub(crate) struct Slow {
     pub(crate) pins: Vec<std::ops::Range<u32>>,
     /// Bytes that may exist; `u64::MAX`: no bound.
     pub(crate) limit: u64,
+    /// Times that more existed than `defrag:eager` allows when memory was planned for.
+    pub(crate) crowded: u32,
     /// For `shrink:idle`: handles seen idle, with the age of their memory and when it was first seen
     /// (nanoseconds of the backend's clock).
     pub(crate) idle_since: HashMap<HandleId, (u32, u64)>,

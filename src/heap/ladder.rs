@@ -28,9 +28,8 @@ const REFUSALS: u32 = 8;
 const SETTLE: usize = 16;
 /// Places that are tried before there is none.
 const PLACES: usize = 64;
-/// Share of live memory that `defrag:eager` lets lie idle, and its largest handles in granules.
+/// Share of live memory that `defrag:eager` lets lie idle.
 const EAGER_SLACK: f64 = 0.009;
-const EAGER_HANDLE: u32 = 4;
 /// Share of the most that was live that may lie idle before a huge request moves pages, where no limit was set.
 const HUGE_SLACK: f64 = 0.02;
 /// Idle memory is stale when so many large blocks were freed since: it moves before memory is created.
@@ -81,6 +80,7 @@ impl Inner {
                 }
                 self.housekeep(&mut slow);
                 self.obey_limit(&mut slow);
+                self.notice_crowding(&mut slow, &wanted);
                 match self.obtain(&mut slow, &wanted)? {
                     Rung::Served(block) => {
                         self.shrink(&mut slow);
@@ -328,11 +328,11 @@ impl Inner {
             return if wanted.bytes <= self.config.small_limit { 1 } else { most };
         }
         let (most, headroom) = match (self.config.defrag, self.config.slack) {
-            (Defrag::Eager, _) => (most.min(EAGER_HANDLE), hard),
+            (Defrag::Eager, _) => (policy::eager_handle_size(slow.crowded, most), hard),
             (Defrag::OnPressure, Some(_)) => (most, soft),
             _ => (most, hard),
         };
-        policy::handle_size(slow.limit / GRANULE, headroom, most, self.history.churn())
+        policy::handle_size(wanted.bytes / GRANULE, slow.limit / GRANULE, headroom, most, self.history.churn())
     }
 
     /// Bytes up to which growth may go before pages move instead; `u64::MAX`: no such bound.
@@ -346,6 +346,14 @@ impl Inner {
         };
         let live = self.live().saturating_add(asked).max(self.peaks.most_ever());
         (live as f64 * (1.0 + slack)) as u64
+    }
+
+    /// Counts that more exists than `defrag:eager` allows beside a large request, so that handles are made smaller.
+    fn notice_crowding(&self, slow: &mut Slow, wanted: &Wanted) {
+        let eager = self.config.defrag == Defrag::Eager && wanted.segment < FIRST_POOL;
+        if eager && policy::is_crowded(slow.physical.reserved() / GRANULE, self.soft_limit(wanted.bytes) / GRANULE) {
+            slow.crowded = slow.crowded.saturating_add(1);
+        }
     }
 
     /// Has a limit been set? Then memory up to it is there to be used.
