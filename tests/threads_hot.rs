@@ -35,6 +35,7 @@ fn all_at_once(stream_of: fn(u64) -> StreamId) {
             while !stop.load(Relaxed) {
                 let stats = lab.heap.stats();
                 assert!(stats.peak_reserved <= stats.limit);
+                assert!(stats.peak_allocated >= stats.allocated && stats.peak_requested >= stats.requested);
                 lab.heap.trim();
                 thread::yield_now();
             }
