@@ -285,4 +285,10 @@ fn a_heap_that_could_not_be_built_leaves_nothing() {
     let built = Heap::builder().backend(device.clone()).build();
     assert!(matches!(built, Err(Error::Driver(_) | Error::AddressSpace { .. })), "{built:?}");
     assert_eq!((device.counts(), device.violations().len()), ((0, 0, 0), 0));
+    // A policy that no text can say.
+    let mut config = xseg::Config::default();
+    config.small_limit = MIB + 1;
+    let built = Heap::builder().config(config).backend(device.clone()).build();
+    assert!(matches!(&built, Err(Error::Config(why)) if why.contains("small_limit")), "{built:?}");
+    assert_eq!((device.counts(), device.violations().len()), ((0, 0, 0), 0));
 }
