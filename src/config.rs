@@ -127,7 +127,7 @@ pub struct Config {
     /// Pages move before memory is created when reserved exceeds (1 + slack) times the most that was live.
     /// `None`: a slack that the heap chooses; infinite: no such bound.
     pub slack: Option<f64>,
-    /// Largest request of the small pools.
+    /// Largest request of the small pools; at most 1 MiB.
     pub small_limit: u64,
     /// What another stream needs before it takes a free block.
     pub cross_stream: CrossStream,
@@ -175,7 +175,7 @@ impl Default for Config {
     }
 }
 
-/// Smallest and largest value of `small_limit`.
+/// Largest value of `small_limit`: small pools have a list for each length up to it.
 pub(crate) const SMALL_LIMIT_MAX: u64 = MIB;
 /// Largest `reserve` of one heap (addresses are counted in 32 bits of units).
 pub(crate) const RESERVE_MAX: u64 = 2048 * GIB;

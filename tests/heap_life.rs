@@ -9,7 +9,7 @@ use std::time::Duration;
 use support::{Lab, MS, S1, S2, out_of_memory, sim, sim_with};
 use xseg::backend::EventScope;
 use xseg::backend::sim::{SimBackend, SimOptions};
-use xseg::units::{GIB, KIB, MIB};
+use xseg::units::{GIB, GRANULE, KIB, MIB};
 use xseg::{Allocation, Error, Heap, StreamId};
 
 const S3: StreamId = StreamId(3);
@@ -151,6 +151,26 @@ fn without_context_events_known_streams_are_asked_one_by_one() {
     lab.ends_with(0);
 }
 
+/// Blocks short enough for a small pool to keep unmerged, in every kind of segment.
+#[test]
+fn what_a_retired_stream_left_stays_mapped_until_its_work_is_done() {
+    for (conf, bytes) in [("", MIB + 8 * KIB), (",small_limit:0", 4 * KIB), ("", 4 * KIB)] {
+        let lab = sim(&format!("limit:64MiB,handle_max:2MiB{conf}"));
+        drop(lab.alloc(16 * MIB, S1));
+        lab.time.advance(MS);
+        lab.heap.tick();
+        let block = lab.heap.alloc_raw(bytes, S1).unwrap();
+        lab.work_at(S1, block, bytes, 10 * MS);
+        lab.heap.retire_stream(S1).unwrap();
+        lab.heap.free_raw(block).unwrap();
+        assert_eq!(lab.heap.trim().reserved, GRANULE, "{conf}, {bytes} bytes");
+        lab.check();
+        lab.time.advance(10 * MS);
+        assert_eq!(lab.heap.trim().reserved, 0);
+        lab.check();
+    }
+}
+
 /// A heap whose stream 2 was retired with 10 ms of work on a block that stream 1 has freed since.
 fn retired_with_work(conf: &str) -> Lab {
     let lab = sim_with(conf, SimOptions { context_events: false, ..SimOptions::default() });
@@ -264,5 +284,11 @@ fn a_heap_that_could_not_be_built_leaves_nothing() {
     let device = Arc::new(SimBackend::new(options));
     let built = Heap::builder().backend(device.clone()).build();
     assert!(matches!(built, Err(Error::Driver(_) | Error::AddressSpace { .. })), "{built:?}");
+    assert_eq!((device.counts(), device.violations().len()), ((0, 0, 0), 0));
+    // A policy that no text can say.
+    let mut config = xseg::Config::default();
+    config.small_limit = MIB + 1;
+    let built = Heap::builder().config(config).backend(device.clone()).build();
+    assert!(matches!(&built, Err(Error::Config(why)) if why.contains("small_limit")), "{built:?}");
     assert_eq!((device.counts(), device.violations().len()), ((0, 0, 0), 0));
 }

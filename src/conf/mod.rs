@@ -14,7 +14,7 @@ use values::size_text;
 #[cfg(feature = "cli")]
 pub(crate) use values::{Ratio, duration, size};
 
-use crate::config::{BackendChoice, Config, Peers, SizeOrShare};
+use crate::config::{BackendChoice, Config, Peers, SMALL_LIMIT_MAX, SizeOrShare};
 use crate::error::{Error, Result};
 use std::fmt;
 
@@ -84,11 +84,15 @@ impl Config {
         Ok(())
     }
 
-    /// Looks for contradictions between settings.
+    /// Looks for contradictions between settings, and for what the heap relies on and fields alone do not ensure.
     ///
     /// # Errors
-    /// [`Error::Config`] that names the two keys.
+    /// [`Error::Config`] that names the key, or the two keys.
     pub fn check(&self) -> Result<()> {
+        if self.small_limit > SMALL_LIMIT_MAX {
+            let (set, most) = (size_text(self.small_limit), size_text(SMALL_LIMIT_MAX));
+            return Err(Error::Config(format!("`small_limit:{set}` is out of range; it is at most {most}")));
+        }
         if let Some(SizeOrShare::Bytes(limit)) = self.limit {
             for (name, bytes) in [("warmup", self.warmup), ("keep", self.keep)] {
                 if bytes > limit {

@@ -68,10 +68,11 @@ impl HeapBuilder {
     /// Reserves addresses, maps the warm-up, and gives the heap.
     ///
     /// # Errors
-    /// [`crate::Error::Config`] for a contradiction, [`crate::Error::Plan`] for a plan that cannot be read,
+    /// [`crate::Error::Config`] for a contradiction or a value out of range, [`crate::Error::Plan`] for a plan that cannot be read,
     /// [`crate::Error::Unavailable`] for a backend that
     /// cannot be used here, and what the driver refuses.
     pub fn build(self) -> Result<Heap> {
+        self.config.check()?;
         let backend = match self.backend {
             Some(backend) => backend,
             None => crate::backend::open_with(self.config.backend, &self.config)?,

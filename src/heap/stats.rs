@@ -162,6 +162,9 @@ impl Inner {
             stats.requested += live.1;
             stats.allocs += tally.allocs();
         }
+        // What other threads allocate meanwhile is not in the peaks that were read, or not yet.
+        stats.peak_allocated = stats.peak_allocated.max(stats.allocated);
+        stats.peak_requested = stats.peak_requested.max(stats.requested);
         self.add_segments(&mut stats);
         // Whatever was allocated and does not live was freed.
         stats.frees = stats.allocs.saturating_sub(stats.live_blocks);

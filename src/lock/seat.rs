@@ -92,8 +92,14 @@ mod threads {
     use super::{Cell, NONE_LEFT, SEATS, Seat, TO_BE_FOUND};
     use parking_lot::Mutex;
     use rustix::thread::{MembarrierCommand, membarrier};
-    use std::sync::OnceLock;
+    use std::sync::Once;
+    use std::sync::atomic::{AtomicBool, Ordering, fence};
+    use std::time::Duration;
 
+    /// Long enough for every processor's stores to have reached memory, many times over.
+    const DRAINED: Duration = Duration::from_millis(10);
+
+    static WORK: AtomicBool = AtomicBool::new(false);
     static ALL: [Seat; SEATS] = [const { Seat::new(0) }; SEATS];
     static LATER: Seat = Seat::new(TO_BE_FOUND);
     static NONE: Seat = Seat::new(NONE_LEFT);
@@ -149,24 +155,41 @@ mod threads {
 
     /// Every thread of the process passes a barrier before this returns.
     pub(in crate::lock) fn heavy_barrier() {
-        // By its manual page the call answers alike until the next boot, and it answered once. In a forked child, which
-        // has one thread, nothing depends on it.
-        let _ = membarrier(MembarrierCommand::PrivateExpedited);
+        if membarrier(MembarrierCommand::PrivateExpedited).is_err() {
+            barrier_refused();
+        }
     }
 
-    /// Does the operating system have the barrier? Asked once, since the process must be registered for it.
+    /// The call answered before and is refused now: the process is in a sandbox since, or was restored from a checkpoint that
+    /// forgot its registration.
+    #[cold]
+    fn barrier_refused() {
+        if registered() {
+            return;
+        }
+        // No thread becomes an owner any more, so that this is done for those that are and never again.
+        WORK.store(false, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        // What a thread has stored is seen by others within a microsecond, though nothing orders it with what it reads next.
+        std::thread::sleep(DRAINED);
+    }
+
+    /// Registers the process for the barrier. False: the operating system has none, or forbids it.
+    fn registered() -> bool {
+        membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok()
+            && membarrier(MembarrierCommand::PrivateExpedited).is_ok()
+    }
+
+    /// Does the operating system have the barrier? Asked once, and until it is refused.
     pub(in crate::lock) fn barriers_work() -> bool {
-        static WORK: OnceLock<bool> = OnceLock::new();
-        let work = || {
-            membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok()
-                && membarrier(MembarrierCommand::PrivateExpedited).is_ok()
-        };
-        *WORK.get_or_init(work)
+        static ASKED: Once = Once::new();
+        ASKED.call_once(|| WORK.store(registered(), Ordering::Relaxed));
+        WORK.load(Ordering::Relaxed)
     }
 }
 
 #[cfg(all(test, loom))]
-pub(super) use modelled::{heavy_barrier, mine, named, take};
+pub(super) use modelled::{barriers_work, heavy_barrier, mine, named, take};
 
 #[cfg(all(test, loom))]
 mod modelled {
@@ -197,6 +220,10 @@ mod modelled {
 
     pub(in crate::lock) fn named(name: usize) -> Option<&'static Seat> {
         ALL.iter().find(|seat| seat.name() == name)
+    }
+
+    pub(in crate::lock) fn barriers_work() -> bool {
+        true
     }
 
     pub(in crate::lock) fn heavy_barrier() {

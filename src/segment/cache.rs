@@ -27,6 +27,9 @@ const RUNS: usize = LONGEST as usize / RUN + 1;
 /// Lengths that have a list, in whole runs.
 const LENGTHS: usize = RUNS * RUN;
 
+/// Slot that no stream has, so that no block is this one's: also not one whose stream was retired, which is nobody's by 0.
+const NOBODY: u16 = u16::MAX;
+
 /// See the module's text. Of one stream.
 #[derive(Debug)]
 pub(crate) struct Cache {
@@ -36,7 +39,8 @@ pub(crate) struct Cache {
     runs: [bool; RUNS],
     /// Units in short and in long ones.
     units: [u64; 2],
-    /// Slot of the stream; 0: none, nothing is kept.
+    /// Slot of the stream; [`NOBODY`]: nothing is kept. So it is in large segments, which note when granules were last used
+    /// as blocks are merged, and in capture pools.
     owner: u16,
 }
 
@@ -69,7 +73,7 @@ pub(crate) fn may_cut(found: u32, len: u32) -> bool {
 
 impl Default for Cache {
     fn default() -> Self {
-        Self { heads: Box::new([NIL; LENGTHS]), runs: [false; RUNS], units: [0; 2], owner: 0 }
+        Self { heads: Box::new([NIL; LENGTHS]), runs: [false; RUNS], units: [0; 2], owner: NOBODY }
     }
 }
 
@@ -142,7 +146,7 @@ impl Segment {
     /// The cache is this stream's from now on, or a capture pool's nobody's: what is kept for another one is merged.
     #[inline]
     pub(crate) fn keep_for(&mut self, owner: u16, passed: u32) {
-        let owner = if self.private { 0 } else { owner };
+        let owner = if self.private { NOBODY } else { owner };
         if self.cache.owner != owner {
             self.flush(passed);
             self.cache.owner = owner;
@@ -268,6 +272,18 @@ mod tests {
         let block = take(&mut segment, 4);
         segment.keep_for(1, 0);
         assert!(segment.keep(block, 1, || 4).is_none(), "a capture pool keeps nothing");
+        segment.disown(1);
+        assert!(segment.keep(block, 1, || 4).is_none(), "nor what a retired stream leaves there");
+    }
+
+    #[test]
+    fn a_large_segment_keeps_nothing_also_of_retired_streams() {
+        let mut segment = pool(1);
+        segment.cache = Cache::default();
+        let block = take(&mut segment, 4);
+        assert!(segment.keep(block, 1, || 4).is_none());
+        segment.disown(1);
+        assert!(segment.keep(block, 1, || 4).is_none());
     }
 
     #[test]

@@ -28,8 +28,18 @@ enum Op {
         align: u64,
         stream: usize,
     },
+    /// On one handle.
+    Contiguous {
+        bytes: u64,
+        stream: usize,
+    },
     Free {
         which: usize,
+    },
+    /// The newest block is freed and asked for again, so often, with work on its stream in between.
+    Again {
+        times: usize,
+        micros: u64,
     },
     /// Work on a block, on any stream: the client told the heap of it or not.
     Work {
@@ -75,6 +85,9 @@ struct Policy {
     shrink: &'static str,
     growth: &'static str,
     keep: u64,
+    small_limit: u64,
+    /// Some blocks are on one handle, so that handles are not all of a granule.
+    contiguous: bool,
     context_events: bool,
     lag: u64,
 }
@@ -83,8 +96,15 @@ impl Policy {
     fn conf(&self) -> String {
         format!(
             "reserve:8GiB,limit:64GiB,warmup:{}MiB,handle_max:{}MiB,\
-             defrag:{},cross_stream:{},shrink:{},growth:{},keep:{}MiB",
-            self.warmup, self.handle_max, self.defrag, self.cross_stream, self.shrink, self.growth, self.keep
+             defrag:{},cross_stream:{},shrink:{},growth:{},keep:{}MiB,small_limit:{}K",
+            self.warmup,
+            self.handle_max,
+            self.defrag,
+            self.cross_stream,
+            self.shrink,
+            self.growth,
+            self.keep,
+            self.small_limit
         )
     }
 }
@@ -95,6 +115,7 @@ fn policies() -> impl Strategy<Value = Policy> {
         0_u64..3,
         prop::sample::select(vec![2_u64, 2, 4, 16, 64]),
         prop::sample::select(vec![0_u64, 0, 24]),
+        prop::sample::select(vec![1024_u64, 1024, 1024, 64, 0]),
     );
     let words = (
         prop::sample::select(vec!["on_pressure", "on_pressure", "eager", "off"]),
@@ -102,20 +123,28 @@ fn policies() -> impl Strategy<Value = Policy> {
         prop::sample::select(vec!["oom", "never", "idle=300us", "watermark=50%"]),
         prop::sample::select(vec!["exact", "step=16MiB", "geometric=1.2"]),
     );
-    (sizes, words, prop::bool::weighted(0.8), prop::sample::select(vec![0_u64, 0, 400])).prop_map(
-        |((limit, warm, handle_max, keep), (defrag, cross_stream, shrink, growth), context_events, lag)| Policy {
-            limit: limit / 2 * 2,
-            warmup: limit / 2 * warm,
-            handle_max,
-            defrag,
-            cross_stream,
-            shrink,
-            growth,
-            keep,
-            context_events,
-            lag,
-        },
-    )
+    (sizes, words, (prop::bool::weighted(0.8), prop::bool::weighted(0.3)), prop::sample::select(vec![0_u64, 0, 400]))
+        .prop_map(
+            |(
+                (limit, warm, handle_max, keep, small_limit),
+                (defrag, cross_stream, shrink, growth),
+                (context_events, contiguous),
+                lag,
+            )| Policy {
+                limit: limit / 2 * 2,
+                warmup: limit / 2 * warm,
+                handle_max,
+                defrag,
+                cross_stream,
+                shrink,
+                growth,
+                keep,
+                small_limit,
+                contiguous,
+                context_events,
+                lag,
+            },
+        )
 }
 
 fn sizes() -> impl Strategy<Value = u64> {
@@ -125,6 +154,8 @@ fn sizes() -> impl Strategy<Value = u64> {
         6 => (1_u64..32).prop_map(|granules| granules * GRANULE),
         8 => MIB..64 * MIB,
         3 => (1_u64..64).prop_map(|n| n * 32 * KIB),
+        // About what small pools serve at most.
+        3 => (0_u64..200).prop_map(|n| MIB - 40 * KIB + n * 512),
     ]
 }
 
@@ -135,7 +166,9 @@ fn ops() -> impl Strategy<Value = Op> {
     let micros = prop_oneof![1_u64..50, 50_u64..3000];
     prop_oneof![
         30 => (sizes(), align, stream.clone()).prop_map(|(bytes, align, stream)| Op::Alloc { bytes, align, stream }),
+        1 => (sizes(), stream.clone()).prop_map(|(bytes, stream)| Op::Contiguous { bytes, stream }),
         26 => which.clone().prop_map(|which| Op::Free { which }),
+        8 => (1_usize..4, micros.clone()).prop_map(|(times, micros)| Op::Again { times, micros }),
         20 => (which.clone(), stream.clone(), micros.clone())
             .prop_map(|(which, stream, micros)| Op::Work { which, stream, micros }),
         6 => (which.clone(), stream.clone(), micros.clone())
@@ -169,7 +202,24 @@ fn run(policy: &Policy, ops: &[Op]) -> (xseg::Stats, u64, u64) {
         let live = shadow.live.len();
         match *op {
             Op::Alloc { bytes, align, stream } => shadow.alloc(bytes, align, streams[stream]),
+            Op::Contiguous { bytes, stream } if policy.contiguous => shadow.alloc_contiguous(bytes, streams[stream]),
             Op::Free { which } if live > 0 => shadow.free(which % live),
+            Op::Again { times, micros } if live > 0 => {
+                for _ in 0..times {
+                    let Some(last) = shadow.live.last() else { break };
+                    let (bytes, owner) = (last.bytes, last.owner);
+                    shadow.free(shadow.live.len() - 1);
+                    if streams.contains(&owner) {
+                        shadow.alloc(bytes, 512, owner);
+                    }
+                    // None on streams that have ended, nor by a stream that the heap has not seen.
+                    let newest = shadow.live.len().wrapping_sub(1);
+                    if let Some(owner) = shadow.live.last().map(|one| one.owner).filter(|owner| streams.contains(owner))
+                    {
+                        shadow.work(newest, owner, Duration::from_micros(micros));
+                    }
+                }
+            }
             Op::Work { which, stream, micros } if live > 0 => {
                 shadow.work(which % live, streams[stream], Duration::from_micros(micros));
             }
