@@ -132,7 +132,8 @@ fn a_block_is_freed_once_however_many_try() {
 #[test]
 fn more_threads_than_there_are_seats() {
     const MANY: u64 = 1100;
-    let lab = sim("limit:256MiB");
+    // Enough for all at once: one that ran out would leave the others waiting for it.
+    let lab = sim("limit:8GiB");
     let all_there = std::sync::Barrier::new(MANY as usize);
     let pairs = |count: u64, stream: StreamId| {
         for bytes in (0..count).map(|round| if round % 4 == 0 { 3 * MIB } else { 4 * KIB }) {
