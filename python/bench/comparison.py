@@ -24,11 +24,11 @@ REGISTERED = "+registered"
 
 
 def together(job: Job, ranks: Sequence[Line], world: int) -> Line:
-    """One line for all ranks: the most memory of any, the waits of all, and complete only if each is."""
+    """One line for all ranks: the most memory and time of any, the waits of all, and complete only if each is."""
     line: Line = {"completed": len(ranks) == world and all(one["completed"] for one in ranks)}
-    for name in ("peak_requested", "peak_reserved"):
+    for name in ("peak_requested", "peak_reserved", "driver_nanos", "seconds"):
         line[name] = max((one[name] for one in ranks if one.get(name) is not None), default=None)
-    for name in ("retries", "host_waits", "gpu_waits", "handles_moved", "bytes_moved", "driver_nanos"):
+    for name in ("retries", "host_waits", "gpu_waits", "handles_moved", "bytes_moved"):
         counted = [one[name] for one in ranks if one.get(name) is not None]
         if counted:
             line[name] = sum(counted)

@@ -18,6 +18,7 @@ threads, and ends with status 3. Where there is no GPU the ranks train a small m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import faulthandler
 import json
@@ -193,6 +194,10 @@ def train(torch: Any, args: argparse.Namespace, line: dict[str, Any], watch: Wat
         optimizer.zero_grad(set_to_none=True)
         losses[at].copy_(loss.detach())
         tokens += data.numel()
+        # DDP makes its buckets anew after the first step: whether the old ones are gone when the peak is met must not depend on
+        # how far the device is behind.
+        if at < args.warmup:
+            wait()
         # A program that logs waits now and then too; only what has run counts as getting on.
         if at % 10 == 9:
             wait()
@@ -230,6 +235,15 @@ def figures(torch: Any, allocator: str, device: Any) -> dict[str, Any]:
     return found
 
 
+def recorded(args: argparse.Namespace, rank: int) -> contextlib.AbstractContextManager[Any]:
+    """Records what rank 0 allocates, if that is wanted and xseg allocates it."""
+    if not args.record or rank or args.allocator != "xseg":
+        return contextlib.nullcontext()
+    import xseg
+
+    return xseg.record(args.record)
+
+
 def rank_main(args: argparse.Namespace) -> int:
     """One rank, as torchrun starts it."""
     if args.allocator == "expandable":
@@ -251,7 +265,8 @@ def rank_main(args: argparse.Namespace) -> int:
     watch.at(0)
     watch.start()
     try:
-        train(torch, args, line, watch)
+        with recorded(args, rank):
+            train(torch, args, line, watch)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         line["error"] = str(error)[:400]
         if "out of memory" not in str(error).lower():
@@ -275,6 +290,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--warmup", type=int, default=5, help="steps before the clock starts (default %(default)s)")
     add("--bytes", type=int, default=0, help="most memory of each rank; 0: no limit")
     add("--register", action="store_true", help="communicate from memory that NCCL allocated and registered")
+    add("--record", default="", help="file for a recording of what rank 0 allocates on xseg (`xseg replay` takes it)")
     add(
         "--hang",
         type=float,

@@ -27,13 +27,21 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
 
 def rank(number: int, **more: Any) -> dict[str, Any]:
     line = {"rank": number, "completed": True, "per_second": 100.0 - number, "losses": ["0x1p+0"], "retries": 1}
-    return {**line, "peak_requested": 1000 + number, "peak_reserved": 1100 - number, "host_waits": number, **more}
+    return {
+        **line,
+        "peak_requested": 1000 + number,
+        "peak_reserved": 1100 - number,
+        "host_waits": number,
+        "seconds": 9.0 + number,
+        **more,
+    }
 
 
 def test_one_line_for_all_ranks() -> None:
     line = comparison.together(JOB, [rank(0), rank(1)], 2)
     assert line["completed"] and not line["hang"] and "error" not in line
     assert (line["peak_requested"], line["peak_reserved"], line["retries"], line["host_waits"]) == (1001, 1100, 2, 1)
+    assert line["seconds"] == 10.0 and line["driver_nanos"] is None
     assert line["per_second"] == 99.0 and line["losses"] == ["0x1p+0"]
 
 

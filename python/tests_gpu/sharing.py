@@ -252,11 +252,12 @@ def blocks_between_processes() -> Any:
             for one in others:
                 torch.as_tensor(one, device="cuda").fill_(7)
             torch.cuda.synchronize()
+            # Before the other process is let go on, since it ends its import then.
+            assert heap.stats()["pending"] >= size, heap.stats()["pending"]
             ours.send("check")
             assert ours.poll(LIMIT_S) and ours.recv() is True, "freed here first, the values are gone there"
             for one in others:
                 assert torch.as_tensor(one, device="cuda").eq(7).all().item(), "another block was written to from there"
-            assert heap.stats()["pending"] >= size
         else:
             ours.send("close")
         assert ours.poll(LIMIT_S) and ours.recv() == "closed"
