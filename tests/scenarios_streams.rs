@@ -21,6 +21,7 @@ on_each_backend! {
     a_request_waits_for_what_is_enough,
     an_epoch_is_waited_for_before_later_ones,
     a_late_free_beside_old_memory_hides_nothing,
+    a_late_free_of_another_stream_hides_nothing_either,
     waiting_is_the_last_step,
     waits_end_with_an_error,
     blocks_come_and_go_under_queued_work,
@@ -148,12 +149,41 @@ fn a_late_free_beside_old_memory_hides_nothing(make: Make) {
     drop(late);
     let block = lab.alloc(48 * MIB, S2);
     let stats = lab.heap.stats();
-    assert_eq!((lab.time.now(), stats.host_waits, stats.bytes_moved), (2 * MS, 0, 48 * MIB));
+    // It is used where it lies.
+    assert_eq!((lab.time.now(), stats.host_waits, stats.bytes_moved, stats.reserved), (2 * MS, 0, 0, 64 * MIB));
     // The rest is in use still: only by waiting can stream 2 have it.
     drop(lab.alloc(16 * MIB, S2));
     assert_eq!(lab.heap.stats().host_waits, 1);
     lab.check();
     drop(block);
+    lab.ends_with(0);
+}
+
+/// A stream's own memory, idle for long, merges with what another stream frees and that one's device work still uses: it stays
+/// at hand, also a part of it, and no other memory is made.
+fn a_late_free_of_another_stream_hides_nothing_either(make: Make) {
+    let lab = make("growth:exact");
+    let (mine, theirs) = (lab.alloc(48 * MIB, S1), lab.alloc(16 * MIB, S2));
+    let address = mine.address();
+    lab.work(S1, &mine, MS);
+    drop(mine);
+    lab.heap.tick();
+    lab.time.advance(2 * MS);
+    lab.heap.tick();
+    lab.work(S2, &theirs, SECOND);
+    drop(theirs);
+    for _ in 0..3 {
+        let blocks = (lab.alloc(20 * MIB, S1), lab.alloc(28 * MIB, S1));
+        assert_eq!((blocks.0.address(), blocks.1.address()), (address, address + 20 * MIB));
+        lab.work(S1, &blocks.0, MS);
+        lab.check();
+    }
+    let stats = lab.heap.stats();
+    assert_eq!((stats.reserved, stats.bytes_moved, stats.host_waits), (64 * MIB, 0, 0));
+    // What the other stream uses is nobody's yet.
+    let more = (lab.alloc(48 * MIB, S1), lab.alloc(16 * MIB, S1));
+    assert_eq!(lab.reserved(), 80 * MIB);
+    drop(more);
     lab.ends_with(0);
 }
 

@@ -204,6 +204,12 @@ impl Inner {
                     return Ok(Rung::Served(block));
                 }
                 segment = self.segment(wanted.segment);
+                // Memory that has passed is used where it lies before any is created or moved.
+                if segment.part_passed(wanted.len, self.claim(wanted.stream))
+                    && let Some(block) = self.take_fitting(self.slot(wanted.segment), &mut segment, wanted)
+                {
+                    return Ok(Rung::Served(block));
+                }
             }
             if self.quiesce && !self.capture_under_way() {
                 drop(segment);

@@ -2,7 +2,9 @@
 #![forbid(unsafe_code)]
 
 use super::nodes::{Kind, NIL, NodeId};
-use super::{Segment, Stamp, merged};
+use super::{Claim, Segment, Stamp, merged};
+use crate::units::{UNITS_PER_GRANULE, granule_ceil, granule_floor};
+use std::ops::Range;
 
 impl Segment {
     /// Gives all free memory one stamp, later than its own: something used it after it was freed.
@@ -35,12 +37,51 @@ impl Segment {
         }
         any
     }
+
+    /// Parts the shortest run of granules that holds `len` units and has passed for `claim` from the free node whose stamp hides it:
+    /// a node has the stamp of what was freed last of all that merged into it, mostly by another stream. A walk over
+    /// the long nodes that the claim may not take. Says whether there was any.
+    pub(crate) fn part_passed(&mut self, len: u32, claim: Claim) -> bool {
+        let mut best: Option<(NodeId, Range<u32>)> = None;
+        for id in self.free_nodes(len).filter(|id| !claim.may_take(&self.nodes[*id])) {
+            let (mut at, end) = (granule_ceil(self.nodes[id].start), granule_floor(self.nodes[id].end()));
+            while at < end {
+                let passed = |granule: &u32| self.last_use(id, *granule..granule + 1) <= claim.horizon;
+                let from = (at..end).find(passed).unwrap_or(end);
+                let to = (from..end).find(|granule| !passed(granule)).unwrap_or(end);
+                at = to;
+                let key = |run: &Range<u32>| (run.end - run.start, run.start);
+                let fits = u64::from(to - from) * u64::from(UNITS_PER_GRANULE) >= u64::from(len);
+                if fits && best.as_ref().is_none_or(|(_, run)| key(&(from..to)) < key(run)) {
+                    best = Some((id, from..to));
+                }
+            }
+        }
+        let Some((id, run)) = best else { return false };
+        let epoch = self.last_use(id, run.clone());
+        self.bin_remove(id);
+        let mut part = id;
+        let front = run.start * UNITS_PER_GRANULE - self.nodes[id].start;
+        if front > 0 {
+            part = self.split_off(id, front);
+            self.bin_insert(id);
+        }
+        let units = (run.end - run.start) * UNITS_PER_GRANULE;
+        if units < self.nodes[part].len {
+            let rest = self.split_off(part, units);
+            self.bin_insert(rest);
+        }
+        self.nodes[part].epoch = epoch;
+        self.bin_insert(part);
+        true
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Segment, Stamp};
+    use super::super::{Claim, Segment, Stamp};
     use crate::segment::nodes::Kind;
+    use std::sync::Arc;
 
     #[test]
     fn neighbours_of_two_streams_merge_when_both_have_passed() {
@@ -60,5 +101,51 @@ mod tests {
         let whole: Vec<_> = segment.iter().map(|id| (segment.nodes[id].len, segment.stamp(id))).collect();
         assert_eq!(whole, [(3 << 12, Stamp { owner: 1, epoch: 9 })]);
         assert!(!segment.merge_passed(9));
+    }
+
+    /// A large segment of free granules, freed one after the other by these streams in these epochs, as one node.
+    fn granules(frees: &[(u16, u32)]) -> Segment {
+        let mut segment = Segment::large(Arc::default(), Arc::default());
+        segment.add_span(0, (frees.len() as u32) << 12);
+        let mut node = segment.heads[0];
+        segment.nodes[node].kind = Kind::Busy;
+        for (at, (owner, epoch)) in frees.iter().enumerate() {
+            let rest = (at + 1 < frees.len()).then(|| segment.split_off(node, 1 << 12));
+            segment.free(node, Stamp { owner: *owner, epoch: *epoch }, u32::MAX);
+            node = rest.unwrap_or(node);
+        }
+        assert_eq!(segment.iter().count(), 1);
+        segment
+    }
+
+    fn nodes(segment: &Segment) -> Vec<(u32, u32, Stamp)> {
+        let of = |id| (segment.nodes[id].start >> 12, segment.nodes[id].len >> 12, segment.stamp(id));
+        segment.iter().map(of).collect()
+    }
+
+    #[test]
+    fn the_shortest_run_that_has_passed_and_fits_is_parted() {
+        let frees = [(1, 9), (1, 2), (1, 3), (1, 4), (2, 9), (1, 5), (1, 3), (2, 9)];
+        let claim = Claim { owner: 1, horizon: 5 };
+        let hidden = Stamp { owner: 2, epoch: 9 };
+        let mut segment = granules(&frees);
+        assert!(!segment.part_passed(3 * 4096 + 1, claim), "no run is so long");
+        assert!(!segment.part_passed(1, Claim { owner: 2, horizon: 5 }), "the node is its own");
+        assert!(!segment.part_passed(1, Claim { owner: 1, horizon: 1 }), "nothing has passed");
+        assert_eq!(nodes(&segment), [(0, 8, hidden)]);
+        assert!(segment.part_passed(4097, claim));
+        let part = |epoch| Stamp { owner: 2, epoch };
+        assert_eq!(nodes(&segment), [(0, 5, hidden), (5, 2, part(5)), (7, 1, hidden)]);
+        segment.check().unwrap();
+        assert!(segment.find_passed(2 << 12, 1, claim, None).is_some());
+        assert!(segment.part_passed(3 << 12, claim));
+        assert_eq!(nodes(&segment)[..3], [(0, 1, hidden), (1, 3, part(4)), (4, 1, hidden)]);
+        segment.check().unwrap();
+        assert!(!segment.part_passed(1, claim), "all that has passed is nodes of its own");
+        // From the first granule to the last.
+        let mut whole = granules(&[(1, 2), (1, 3), (2, 9)]);
+        assert!(whole.part_passed(1, claim));
+        assert_eq!(nodes(&whole), [(0, 2, part(3)), (2, 1, hidden)]);
+        whole.check().unwrap();
     }
 }
