@@ -43,7 +43,8 @@ use std::sync::Arc;
 /// A function that may free memory before an out-of-memory error: gets the bytes asked for, says whether it freed any.
 pub type OutOfMemoryCallback = Box<dyn Fn(u64) -> bool + Send + Sync>;
 
-/// An allocator for one device. Clones share it; any thread may use it.
+/// An allocator for one device. Clones share it; any thread may use it. A forked child must not: the driver does not work there,
+/// and a lock that another thread held at the fork is never given back.
 ///
 /// ```
 /// use xseg::{Heap, StreamId};
