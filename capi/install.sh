@@ -21,3 +21,11 @@ cp "$(dirname "$built")/libxseg.a" "$to/lib/"
 cp "$here/../include/xseg.h" "$here/../include/xseg.hpp" "$to/include/"
 sed -e "s|@PREFIX@|$prefix|" -e "s|@VERSION@|$version|" "$here/xseg.pc.in" >"$to/lib/pkgconfig/xseg.pc"
 echo "installed xseg $version under $to"
+if [ -z "${DESTDIR:-}" ]; then
+    # The loader looks for new libraries only when it is told.
+    if [ "$(id -u)" = 0 ] && command -v ldconfig >/dev/null; then ldconfig; fi
+    case "$(ldconfig -p 2>/dev/null)" in
+    *"$prefix/lib/libxseg.so"*) ;;
+    *) echo "programs find it by LD_LIBRARY_PATH=$prefix/lib, and pkg-config by PKG_CONFIG_PATH=$prefix/lib/pkgconfig" ;;
+    esac
+fi

@@ -2,7 +2,7 @@
 //! same training without one.
 //!
 //! ```sh
-//! cargo run --release --example train -- --limit 1.08x
+//! cargo run --release --example train -- --limit 1.12x
 //! cargo run --release --features cublas --example train -- --backend cuda --width 1024 --layers 8 --limit 1.05x
 //! ```
 //!

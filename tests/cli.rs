@@ -126,6 +126,17 @@ fn least_is_the_first_of_21_steps() {
     assert!(misused.status.code() == Some(2) && err(&misused).contains("leave --limit out"));
 }
 
+/// What `least` shows, typed back as a limit, is enough.
+#[test]
+fn the_factor_that_least_shows_completes() {
+    let trace = format!("{}/traces/llama_ckpt.trace.xz", env!("CARGO_MANIFEST_DIR"));
+    let output = xseg(&["least", &trace, "--backend", "sim"]);
+    let line = out(&output).lines().find(|line| line.contains("llama_ckpt ")).unwrap();
+    let factor = line.split('┆').nth(3).unwrap().trim();
+    let replayed = xseg(&["replay", &trace, "--backend", "sim", "--limit", &format!("{factor}x")]);
+    assert_eq!(replayed.status.code(), Some(0), "{factor}: {}", out(&replayed));
+}
+
 #[test]
 fn every_allocator_replays_with_the_same_limit() {
     let folder = tempfile::tempdir().unwrap();

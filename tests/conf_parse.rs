@@ -79,6 +79,12 @@ fn unknown_keys_get_a_suggestion() {
 }
 
 #[test]
+fn the_switch_of_the_python_package_is_told_from_a_key() {
+    let why = error("off");
+    assert!(why.contains("`off` is for `xseg.install()` in Python"), "{why}");
+}
+
+#[test]
 fn values_out_of_range_name_the_key_and_what_is_allowed() {
     for (text, allowed) in [
         ("limit:0", "a size from 2MiB"),

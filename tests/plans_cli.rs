@@ -83,6 +83,7 @@ fn what_was_found_is_told() {
             "a step of 6 events with 3 blocks repeats: 5 rounds, 93.8 % of all events",
             "before it 1 block, of which 8.583 MiB live when it begins",
             "planned: most live at once 22.889 MiB, addresses 22.889 MiB, 0.00 % more",
+            "not written: name a file by -o",
         ]
     );
     let whole = xseg(&["plan", &shipped("gpt2")]);

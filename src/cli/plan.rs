@@ -26,6 +26,8 @@ pub(super) fn plan(args: &PlanArgs, out: &mut dyn Write) -> Result<u8, Failure> 
         tell(&trace, &found, out)?;
         if let Some(path) = &args.out {
             writeln!(out, "written to {}: follow it by XSEG_CONF=plan:{}", path.display(), path.display())?;
+        } else {
+            writeln!(out, "not written: name a file by -o")?;
         }
     }
     Ok(0)

@@ -79,6 +79,11 @@ fn hide(table: &mut Table, column: usize) {
     }
 }
 
+/// A factor rounded up to what the tables show of it, so that it holds as a limit, too.
+fn at_least(factor: f64) -> f64 {
+    (factor * 1e4).ceil() / 1e4
+}
+
 /// What `xseg least` shows.
 pub(super) fn leasts(reports: &[Report]) -> String {
     let mut table = grid::empty(&[
@@ -98,7 +103,7 @@ pub(super) fn leasts(reports: &[Report]) -> String {
             Cell::new(&report.allocator),
             gib(report.peak_requested),
             found.least.map_or_else(|| right("none"), gib),
-            right(found.least_factor.map_or_else(|| "none".to_owned(), |factor| format!("{factor:.4}"))),
+            right(found.least_factor.map_or_else(|| "none".to_owned(), |factor| format!("{:.4}", at_least(factor)))),
             right(report.handles_moved),
             right(format!("{:.1}", report.driver_ms)),
             Cell::new(result(report)),

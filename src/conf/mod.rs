@@ -147,6 +147,10 @@ fn no_value(entry: &str) -> String {
         }
         _ => match KEYS.iter().find(|key| key.name == entry) {
             Some(key) => format!("`{entry}` has no value; allowed: {}", key.values),
+            None if entry == "off" => {
+                "`off` is for `xseg.install()` in Python, which leaves PyTorch its own allocator then; a heap of one's own needs a policy, or none"
+                    .to_owned()
+            }
             None => format!("{shown} has no value; write `key:value`, with one of the keys {}", names()),
         },
     }
