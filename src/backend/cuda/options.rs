@@ -57,7 +57,7 @@ impl CudaOptions {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceInfo {
-    /// Index, as [`CudaBackend::open`] takes it.
+    /// Index, as [`CudaBackend::open`](super::CudaBackend::open) takes it.
     pub index: u32,
     /// Name.
     pub name: String,
