@@ -12,8 +12,8 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 use std::collections::HashMap;
 use std::ffi::c_int;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 use xseg::error::ShareFault;
 use xseg::units::UNIT;
@@ -168,8 +168,8 @@ type Ended = (&'static Heap, u64);
 /// Ends an import on a thread of its own, which waits for the device: the exporter has its memory back even if this process does
 /// nothing more.
 fn see_off(heap: &'static Heap, address: u64) -> Result<(), Failure> {
-    static THREAD: std::sync::Mutex<Option<Sender<Ended>>> = std::sync::Mutex::new(None);
-    let mut thread = THREAD.lock().unwrap_or_else(PoisonError::into_inner);
+    static THREAD: Mutex<Option<Sender<Ended>>> = Mutex::new(None);
+    let mut thread = THREAD.lock();
     if thread.is_none() {
         leaving::prepare();
         let (sender, ended) = channel();

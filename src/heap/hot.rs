@@ -6,10 +6,11 @@
 //! compiler need not save registers for it; anything else goes on in [`super::warm`].
 #![forbid(unsafe_code)]
 
-use super::inner::{Block, HUGE, HUGE_BYTES, Inner, LARGE};
+use super::inner::{Block, HUGE, HUGE_BYTES, Inner, LARGE, SegmentGuard, Slot};
 use super::warm::{CLOSE_AFTER, LONGEST, units};
 use crate::backend::StreamId;
 use crate::error::Result;
+use crate::segment::nodes::NodeId;
 use crate::units::UNIT;
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering::Relaxed;
@@ -29,15 +30,10 @@ impl Inner {
             let Some(slot) = self.slots.get(known.small() as usize).and_then(OnceLock::get) else { break 'warm };
             let Some(mut segment) = slot.segment.enter() else { break 'warm };
             let (len, slack) = units(bytes);
-            let Some((live, start)) = segment.take_kept(len, slack, known.slot()) else {
+            let Some(found) = segment.take_kept(len, slack, known.slot()) else {
                 return self.cut_small(slot, segment, bytes, stream, known);
             };
-            let address = self.space.enter(start, live);
-            let block = Block { address, bytes: u64::from(len) * UNIT };
-            if slot.tally.allocated(block.bytes, bytes) {
-                return self.take_stock(slot, segment, block);
-            }
-            return Ok(block);
+            return self.give(slot, segment, found, len, bytes);
         }
         self.alloc_warm(bytes, align, stream)
     }
@@ -54,17 +50,30 @@ impl Inner {
             let Some(slot) = self.slots.get(index as usize).and_then(OnceLock::get) else { break 'warm };
             let Some(mut segment) = slot.segment.enter() else { break 'warm };
             let (len, slack) = units(bytes);
-            let Some((live, start)) = segment.cut_again(len, slack, known.slot()) else {
+            let Some(found) = segment.cut_again(len, slack, known.slot()) else {
                 return self.cut_large(slot, segment, bytes, stream, known);
             };
-            let address = self.space.enter(start, live);
-            let block = Block { address, bytes: u64::from(len) * UNIT };
-            if slot.tally.allocated(block.bytes, bytes) {
-                return self.take_stock(slot, segment, block);
-            }
-            return Ok(block);
+            return self.give(slot, segment, found, len, bytes);
         }
         self.alloc_warm(bytes, align, stream)
+    }
+
+    /// Enters and counts a block that was made live: its node and first unit, and its length.
+    #[inline(always)]
+    fn give(
+        &self,
+        slot: &Slot,
+        segment: SegmentGuard<'_>,
+        (live, start): (NodeId, u32),
+        len: u32,
+        bytes: u64,
+    ) -> Result<Block> {
+        let address = self.space.enter(start, live);
+        let block = Block { address, bytes: u64::from(len) * UNIT };
+        if slot.tally.allocated(block.bytes, bytes) {
+            return self.take_stock(slot, segment, block);
+        }
+        Ok(block)
     }
 
     /// Frees by address. Never waits; one lock.

@@ -172,6 +172,14 @@ pub(crate) struct Wanted {
     pub(crate) contiguous: u32,
 }
 
+impl Wanted {
+    /// Bytes of the block that nobody asked for.
+    #[inline]
+    pub(crate) fn slack(&self) -> u32 {
+        (u64::from(self.len) * UNIT - self.bytes) as u32
+    }
+}
+
 impl Inner {
     pub(crate) fn new(driver: Driver, config: Config, limit: u64, quiesce: bool) -> Self {
         let edges = Arc::new(Edges::default());

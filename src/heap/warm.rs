@@ -63,9 +63,7 @@ impl Inner {
         let (len, slack) = units(bytes);
         segment.keep_for(known.slot(), self.epochs.passed());
         if let Some((live, start)) = segment.cut_own(len, slack, known.slot()) {
-            let block = Block { address: self.space.enter(start, live), bytes: u64::from(len) * UNIT };
-            self.count(slot, block.bytes, bytes);
-            return Ok(block);
+            return Ok(self.enter(slot, live, start, len, bytes));
         }
         segment.flush(self.epochs.passed());
         self.cut_merged(slot, segment, bytes, known.named(stream), known.small())
@@ -114,25 +112,19 @@ impl Inner {
             let live = fits.then(|| segment.take(found, len, wanted.align, owner))?;
             return Some(self.hand_out(slot, segment, live, wanted));
         }
-        let bytes = u64::from(len) * UNIT;
-        let slack = (bytes - wanted.bytes) as u32;
-        let (live, start) = segment.cut_own(len, slack, owner)?;
-        self.count(slot, bytes, wanted.bytes);
-        Some(Block { address: self.space.enter(start, live), bytes })
+        let (live, start) = segment.cut_own(len, wanted.slack(), owner)?;
+        Some(self.enter(slot, live, start, len, wanted.bytes))
     }
 
     /// Serves a request from what its segment has not merged.
     #[inline]
     fn take_unmerged(&self, slot: &Slot, segment: &mut Segment, wanted: &Wanted) -> Option<Block> {
-        let bytes = u64::from(wanted.len) * UNIT;
-        let slack = (bytes - wanted.bytes) as u32;
         let (live, start) = match wanted.segment {
             _ if wanted.align > 1 => return None,
-            FIRST_POOL.. => segment.take_kept(wanted.len, slack, wanted.stream.slot)?,
-            _ => segment.cut_again(wanted.len, slack, wanted.stream.slot)?,
+            FIRST_POOL.. => segment.take_kept(wanted.len, wanted.slack(), wanted.stream.slot)?,
+            _ => segment.cut_again(wanted.len, wanted.slack(), wanted.stream.slot)?,
         };
-        self.count(slot, bytes, wanted.bytes);
-        Some(Block { address: self.space.enter(start, live), bytes })
+        Some(self.enter(slot, live, start, wanted.len, wanted.bytes))
     }
 
     /// A block came into being that passes a ceiling of its segment's counts.
@@ -143,12 +135,14 @@ impl Inner {
         Ok(block)
     }
 
-    /// Counts a block that came into being; the caller holds the segment's lock.
+    /// Enters and counts a block that came into being: its node, first unit and length. The caller holds the segment's lock.
     #[inline]
-    fn count(&self, slot: &Slot, bytes: u64, requested: u64) {
-        if slot.tally.allocated(bytes, requested) {
+    fn enter(&self, slot: &Slot, live: NodeId, start: u32, len: u32, requested: u64) -> Block {
+        let block = Block { address: self.space.enter(start, live), bytes: u64::from(len) * UNIT };
+        if slot.tally.allocated(block.bytes, requested) {
             self.peaks.take_stock(&slot.tally, self.tallies());
         }
+        block
     }
 
     /// Serves a request that its segment does not, or says why nothing does.
@@ -224,14 +218,10 @@ impl Inner {
     /// segment.
     #[inline]
     pub(crate) fn hand_out(&self, slot: &Slot, segment: &mut Segment, live: NodeId, wanted: &Wanted) -> Block {
-        let bytes = u64::from(wanted.len) * UNIT;
         let node = &mut segment.nodes[live];
-        node.slack = (bytes - wanted.bytes) as u32;
-        node.owner = wanted.stream.slot;
+        (node.slack, node.owner) = (wanted.slack(), wanted.stream.slot);
         let start = node.start;
-        let address = self.space.enter(start, live);
-        self.count(slot, bytes, wanted.bytes);
-        Block { address, bytes }
+        self.enter(slot, live, start, wanted.len, wanted.bytes)
     }
 
     /// The live block that starts at an address: where, its segment locked, and its node. What the segment keeps
