@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -49,6 +50,8 @@ class Process:
     timeout: float = 180
     device: str = "cuda"
     small: bool = False
+    # Folder for recordings of what xseg's processes allocate; none if empty.
+    record: str = ""
 
 
 def environment(job: Job, gpu: str | None) -> dict[str, str]:
@@ -112,6 +115,23 @@ def set_limit(torch: Any, job: Job) -> dict[str, Any]:
 def be_deterministic(torch: Any) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.deterministic = True
+    # Of the kernels for attention only the plain one is deterministic backwards.
+    for enable in (
+        torch.backends.cuda.enable_flash_sdp,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+        torch.backends.cuda.enable_cudnn_sdp,
+    ):
+        enable(False)
+
+
+def recorded(job: Job, process: Process) -> contextlib.AbstractContextManager[Any]:
+    """Records what this process allocates on xseg, if that is wanted."""
+    if not process.record or job.allocator != "xseg" or process.device != "cuda":
+        return contextlib.nullcontext()
+    import xseg
+
+    limit = f"-{job.factor:g}x" if job.limit else ""
+    return xseg.record(str(Path(process.record) / f"{job.run}-{job.kind}{limit}.trace"))
 
 
 def child(text: str) -> None:
@@ -134,7 +154,8 @@ def child(text: str) -> None:
     if cuda:
         line.update(set_limit(torch, job))
     try:
-        train(torch, job, process, line)
+        with recorded(job, process):
+            train(torch, job, process, line)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if "out of memory" not in str(error).lower():
             raise
@@ -151,20 +172,32 @@ def train(torch: Any, job: Job, process: Process, line: dict[str, Any]) -> None:
     # One buffer from the start: a tensor kept from each step would be memory that no training keeps.
     losses = torch.zeros(process.losses, device=process.device)
     tokens, began, at = 0, time.perf_counter(), -process.warmup
+    marks: list[Any] = []
+
+    def mark() -> None:
+        """Notes when the device has come so far, without waiting for it."""
+        if process.device == "cuda":
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+
     while True:
         if at == 0:
             wait()
             began, tokens = time.perf_counter(), 0
+            mark()
         loss, count = run.step(at + process.warmup)
         if at + process.warmup < process.losses:
             losses[at + process.warmup].copy_(loss)
         tokens += count
         at += 1
+        if at > 0:
+            mark()
         if at > 0 and (at >= job.steps if job.steps else time.perf_counter() - began >= process.seconds):
             break
     wait()
     seconds = time.perf_counter() - began
     line.update(completed=True, steps=at, seconds=round(seconds, 3), per_second=round(tokens / seconds, 1))
+    line["step_ms"] = [round(first.elapsed_time(second), 3) for first, second in zip(marks, marks[1:])]
     line["losses"] = [value.hex() for value in losses[: at + process.warmup].tolist()]
 
 

@@ -32,8 +32,9 @@ class Plan:
     resolution: float = 0.0025
     probe_steps: int = 24
     most_probes: int = 8
-    # Steps with deterministic kernels.
+    # Steps with deterministic kernels, and runs of each allocator: only of two does one see whether they are.
     exact_steps: int = 20
+    exact_runs: int = 2
 
 
 def of(lines: Iterable[Line], run: str, kind: str, allocator: str | None = None) -> list[Line]:
@@ -157,8 +158,8 @@ def next_job(lines: list[Line], run: str, stage: str, plan: Plan, visit: str) ->
                 return Job(run, allocator, "other", steps=steps(lines, run))
     if stage == "losses":
         for allocator in ("native", "xseg"):
-            if not of(lines, run, "losses", allocator):
-                return Job(run, allocator, "losses", steps=plan.exact_steps, deterministic=True)
+            if len(of(lines, run, "exact", allocator)) < plan.exact_runs:
+                return Job(run, allocator, "exact", steps=plan.exact_steps, deterministic=True)
     if stage == "least":
         return next_least(lines, run, plan)
     return None

@@ -49,6 +49,25 @@ def ratios(lines: list[Line], run: str, allocator: str, limited: bool, plan: Pla
     return found
 
 
+def best_steps(lines: list[Line], run: str, allocator: str, limited: bool, plan: Plan) -> float | None:
+    """Speed as a share of native's where each step counts with the least time of it in any of the complete rounds.
+
+    What slows a run from outside comes and goes, and only ever adds; the least of several runs of one step has the least of it.
+    """
+    rounds = set(complete_rounds(lines, run, plan))
+    timed = [
+        line for line in of(lines, run, "round") if (line["visit"], line["round"]) in rounds and line.get("step_ms")
+    ]
+
+    def least_of(name: str, limit: bool) -> list[float]:
+        times = [line["step_ms"] for line in timed if (line["allocator"], bool(line["limit"])) == (name, limit)]
+        return [min(step) for step in zip(*times)]
+
+    native, ours = least_of("native", False), least_of(allocator, limited)
+    steps = min(len(native), len(ours))
+    return sum(native[:steps]) / sum(ours[:steps]) if steps else None
+
+
 def span(values: Sequence[float], form: str) -> str:
     """Median, and the least and greatest."""
     if not values:
@@ -63,9 +82,9 @@ def most(lines: Sequence[Line], name: str) -> int | None:
 
 def least(lines: list[Line], run: str, allocator: str, resolution: float) -> str:
     """The least limit at which the run was seen to complete, and what it was last seen to fail at."""
-    if not of(lines, run, "probe", allocator):
-        return "-"
     low, high = bounds(lines, run, allocator, resolution)
+    if not of(lines, run, "probe", allocator) and (high is None or high - low > 1):
+        return "-"
     if high is None:
         return f"above {1 + low * resolution:.4f}"
     found = f"{1 + high * resolution:.4f}"
@@ -106,18 +125,19 @@ def row(lines: list[Line], run: str, allocator: str, limited: bool, plan: Plan) 
     shown = f"{most(mine, 'factor'):.4g}x" if limited else "-"
     native = plenty(lines, run, "native")
     shares = ratios(lines, run, allocator, limited, plan)
+    best = best_steps(lines, run, allocator, limited, plan)
     losses = beside(native, done)
     if (allocator, limited) == ("native", False):
         losses = "-" if len(native) < 2 else "equal" if own_spread(native) == 0 else f"{own_spread(native):.1e} apart"
     return [
         run, allocator, shown, f"{len(done)} of {len(mine)}", span([line["per_second"] for line in done], ".0f"), span(shares, ".3f"),
-        gib(requested), gib(reserved), "-" if not (reserved and base) else f"{reserved / base:.4f}", counted("retries"),
+        "-" if best is None else f"{best:.3f}", gib(requested), gib(reserved), "-" if not (reserved and base) else f"{reserved / base:.4f}", counted("retries"),
         counted("host_waits"), in_driver(done), losses, "-" if limited else least(lines, run, allocator, plan.resolution),
     ]  # fmt: skip
 
 
 HEADS = [
-    "run", "allocator", "limit", "done", "tokens/s", "/ native", "requested GiB", "reserved GiB", "reserved / requested",
+    "run", "allocator", "limit", "done", "tokens/s", "/ native", "best steps", "requested GiB", "reserved GiB", "reserved / requested",
     "retries", "host waits", "driver time", "losses", "least",
 ]  # fmt: skip
 
@@ -130,16 +150,26 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+def first_apart(some: Line, other: Line) -> int | None:
+    """The first step whose losses differ in any bit."""
+    pairs = zip(some["losses"], other["losses"])
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+
+
 def exact(lines: list[Line], run: str) -> str | None:
     """What the runs with deterministic kernels say."""
-    native, ours = of(lines, run, "losses", "native"), of(lines, run, "losses", "xseg")
-    if not (native and ours and native[0].get("losses") and ours[0].get("losses")):
+    native, ours = (
+        [line for line in of(lines, run, "exact", name) if line.get("losses")] for name in ("native", "xseg")
+    )
+    if not (native and ours):
         return None
-    pairs = list(zip(native[0]["losses"], ours[0]["losses"]))
-    first = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
-    if first is None:
-        return f"{run}: {len(pairs)} steps equal to the last bit"
-    return f"{run}: equal up to step {first}, then {float.fromhex(pairs[first][0])!r} and {float.fromhex(pairs[first][1])!r}"
+    own = [at for line in native[1:] if (at := first_apart(native[0], line)) is not None]
+    found = [at for line in ours if (at := first_apart(native[0], line)) is not None]
+    if not found:
+        return f"{run}: {len(native[0]['losses'])} steps equal to the last bit, {len(ours)} runs of xseg and {len(native)} of native"
+    self_apart = f"native's own from step {min(own)} on" if own else f"native's own {len(native)} are equal"
+    far = max(min(apart(decoded(one), decoded(line)) for one in native) for line in ours)
+    return f"{run}: equal up to step {min(found)}, then {far:.1e} apart; {self_apart}, {own_spread(native):.1e} apart"
 
 
 def failures(lines: Sequence[Line]) -> list[str]:
@@ -173,7 +203,8 @@ def report(lines: list[Line], plan: Plan, commit: str = "") -> str:
     text = [f"# Training runs: {title}", "", *(part for head in heads for part in (head, "")), *table(HEADS, rows), ""]
     text += [
         "Each line is the median of its runs, with the least and greatest; `/ native` compares with native in the same round, rounds "
-        "alternating the allocators. Peaks are the most of any run; reserved / requested is by native's peak requested. Retries: PyTorch's "
+        "alternating the allocators. Best steps: the same where each step counts with the least time that it took on the device in any round, "
+        "since other work on the machine only ever adds. Peaks are the most of any run; reserved / requested is by native's peak requested. Retries: PyTorch's "
         "`num_alloc_retries`. Driver time: the most of any run's whole process, and as a share of its timed steps, which is the most that "
         "the driver's calls can have slowed it. Losses: the greatest distance of a run at any step to the nearest of native's runs. Least: the least "
         f"limit, as a multiple of native's peak requested and to {plan.resolution * 100:g} %, at which {plan.probe_steps} steps completed.",

@@ -9,10 +9,11 @@ Each workload is on one GPU at a time, and each process adds a line of JSON to t
 rounds  native, xseg, and xseg under the limit, one after the other, since the speed of a machine drifts. Native's first run takes
         `--seconds`; all others train as many steps as it did, on the same data
 others  further allocators, for their peaks
-losses  native and xseg with deterministic kernels
+losses  native and xseg with deterministic kernels, twice each
 least   the least limit in which a run completes, by halving
 
-A line has the losses, tokens (images for convnext) a second without the warm-up, peaks, retries, host waits.
+A line has the losses, tokens (images for convnext) a second without the warm-up, what each step took on the device, peaks, retries,
+host waits.
 """
 
 from __future__ import annotations
@@ -85,6 +86,12 @@ def arguments() -> argparse.ArgumentParser:
     )
     add("--losses", type=int, default=process.losses, help="losses to keep (default %(default)s)")
     add("--timeout", type=float, default=process.timeout, help="seconds for one process (default %(default)s)")
+    add(
+        "--record",
+        default="",
+        metavar="DIR",
+        help="record there what each of xseg's processes allocates (for `xseg replay`)",
+    )
     add("--commit", default="", help="of xseg, for the report")
     add("--have", type=Path, nargs="*", default=[], help="files of earlier visits, whose lines need no second run")
     add("--out", type=Path, default=Path("train.jsonl"), help="lines are added to this file, and those there count")
@@ -112,7 +119,13 @@ def main() -> int:
             print(text)
         return 0
     process = Process(
-        args.seconds, args.warmup, args.losses, args.timeout, device=args.device, small=args.device == "cpu"
+        args.seconds,
+        args.warmup,
+        args.losses,
+        args.timeout,
+        device=args.device,
+        small=args.device == "cpu",
+        record=args.record,
     )
     began = time.monotonic()
     gpus = args.gpus.split(",") if args.gpus else [None]

@@ -108,7 +108,7 @@ def test_a_visit_that_ends_early_is_gone_on_with() -> None:
     assert work(lines, "second", ["gpt2", "llama"], plan=plan) == []
     for run in ("gpt2", "llama"):
         assert len(planning.complete_rounds(lines, run, plan)) == 3
-        assert len(planning.of(lines, run, "other")) == 2 == len(planning.of(lines, run, "losses"))
+        assert len(planning.of(lines, run, "other")) == 2 and len(planning.of(lines, run, "exact")) == 4
     # A round is of one visit: what was cut off is measured again.
     for visit_name, number in planning.complete_rounds(lines, "gpt2", plan):
         here = [line for line in lines if (line["run"], line["kind"]) == ("gpt2", "round")]
@@ -161,10 +161,10 @@ def test_the_report_has_every_figure() -> None:
     assert "2 x A GPU" in text and "Commit abc1234" in text and "`python train.py`" in text
     rows = {tuple(row[1:4:1]): row for row in ([cell.strip() for cell in line.split("|")] for line in text.split("\n"))}
     native, ours, held = rows["gpt2", "native", "-"], rows["gpt2", "xseg", "-"], rows["gpt2", "xseg", "1.02x"]
-    assert native[4] == "3 of 3" and native[13] == "equal" and native[7] == "10.000"
-    assert ours[6].startswith("0.98") and ours[9] == "1.0041" and ours[13] == "equal" and ours[14] == "1.0050"
+    assert native[4] == "3 of 3" and native[14] == "equal" and native[8] == "10.000"
+    assert ours[6].startswith("0.98") and ours[10] == "1.0041" and ours[14] == "equal" and ours[15] == "1.0050"
     assert held[4] == "3 of 3" and held[6].startswith("0.98")
-    assert rows["gpt2", "expandable", "-"][14] == "1.0125"
+    assert rows["gpt2", "expandable", "-"][15] == "1.0125"
     assert "gpt2: 20 steps equal to the last bit" in text
     assert "did not complete" not in text
 
@@ -187,10 +187,39 @@ def test_losses_are_held_to_natives_own_spread() -> None:
     assert summary.beside(native[:1], native[:1]) == "equal"
     assert summary.beside(native, [line(5.0, 4.002), line(5.0, 4.006)]) == "5.0e-04 apart, native's 1.0e-03"
     assert summary.beside([], native) == "-"
-    exact = [
-        {"run": "r", "kind": "losses", "allocator": name, **native[at]} for at, name in enumerate(("native", "xseg"))
+
+
+def test_deterministic_losses_are_compared_to_the_bit_and_native_with_itself() -> None:
+    def lines(*found: tuple[str, float]) -> list[dict[str, Any]]:
+        values = ((name, [(5.0).hex(), loss.hex()]) for name, loss in found)
+        return [{"run": "r", "kind": "exact", "allocator": name, "losses": losses} for name, losses in values]
+
+    equal = lines(("native", 4.0), ("native", 4.0), ("xseg", 4.0), ("xseg", 4.0))
+    assert summary.exact(equal, "r") == "r: 2 steps equal to the last bit, 2 runs of xseg and 2 of native"
+    ours = lines(("native", 4.0), ("native", 4.0), ("xseg", 4.0), ("xseg", 4.004))
+    apart = "r: equal up to step 1, then 1.0e-03 apart; native's own 2 are equal, 0.0e+00 apart"
+    assert summary.exact(ours, "r") == apart
+    all_apart = lines(("native", 4.0), ("native", 4.008), ("xseg", 4.004))
+    apart = "r: equal up to step 1, then 1.0e-03 apart; native's own from step 1 on, 2.0e-03 apart"
+    assert summary.exact(all_apart, "r") == apart
+    assert summary.exact(lines(("native", 4.0)), "r") is None
+
+
+def test_best_steps_leave_out_what_slows_a_run_from_outside() -> None:
+    def line(number: int, allocator: str, limit: int, *steps: float) -> dict[str, Any]:
+        where = {"run": "r", "kind": "round", "visit": "v", "round": number}
+        return {**where, "allocator": allocator, "limit": limit, "step_ms": list(steps), "completed": True}
+
+    lines = [
+        *(line(1, "native", 0, 10.0, 40.0), line(1, "xseg", 0, 11.0, 20.0), line(1, "xseg", 7, 30.0, 20.0)),
+        *(line(2, "native", 0, 30.0, 20.0), line(2, "xseg", 0, 99.0, 19.0), line(2, "xseg", 7, 12.0, 28.0)),
+        # Of a round that was cut off nothing counts.
+        line(3, "xseg", 0, 1.0, 1.0),
     ]
-    assert summary.exact(exact, "r") == "r: equal up to step 1, then 4.0 and 4.004"
+    assert summary.best_steps(lines, "r", "native", False, Plan()) == 1.0
+    assert summary.best_steps(lines, "r", "xseg", False, Plan()) == pytest.approx(30 / 30)
+    assert summary.best_steps(lines, "r", "xseg", True, Plan()) == pytest.approx(30 / 32)
+    assert summary.best_steps([{**one, "step_ms": []} for one in lines], "r", "xseg", True, Plan()) is None
 
 
 def test_lines_are_read_back(tmp_path: Path) -> None:
