@@ -118,6 +118,30 @@ fn a_declared_use_waits_for_that_stream_alone() {
 }
 
 #[test]
+fn a_block_whose_declared_uses_have_ended_is_taken_before_a_longer_one_is_cut() {
+    let lab = sim("");
+    for bytes in [2 * MIB, 64 * MIB] {
+        let (longer, between) = (lab.alloc(4 * bytes, S1), lab.alloc(16 * MIB, S1));
+        let (block, after) = (lab.alloc(bytes, S1), lab.alloc(16 * MIB, S1));
+        let (at, cut) = (block.address(), longer.address());
+        block.record_use(S2).unwrap();
+        lab.work(S2, &block, 10 * MS);
+        drop((block, longer));
+        // No call looks after what waits but these requests themselves.
+        let early = lab.alloc(bytes, S1);
+        assert_ne!(early.address(), at, "its use has not ended");
+        assert!((cut..cut + 4 * bytes).contains(&early.address()));
+        lab.time.advance(10 * MS);
+        let again = lab.alloc(bytes, S1);
+        assert_eq!(again.address(), at);
+        lab.check();
+        drop((between, after, early, again));
+        lab.heap.trim();
+    }
+    lab.ends_with(0);
+}
+
+#[test]
 fn an_undeclared_use_holds_other_streams_back_but_not_its_own() {
     let lab = sim("limit:64MiB");
     let block = lab.alloc(32 * MIB, S1);

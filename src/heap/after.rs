@@ -1,12 +1,31 @@
-//! Frees that wait for an event of the client's.
+//! Frees that wait: for the streams that a block was declared used on, for an event of the client's, for imports.
 #![forbid(unsafe_code)]
 
-use super::inner::Inner;
-use crate::backend::ClientEvent;
+use super::inner::{Inner, Use};
+use crate::backend::{ClientEvent, Event, EventScope};
 use crate::error::Result;
 use crate::segment::Stamp;
+use crate::segment::nodes::NodeId;
 use crate::units::UNIT;
 use std::sync::atomic::Ordering::Relaxed;
+
+/// Blocks that wait which a request looks at while a graph is captured.
+const SETTLE: usize = 16;
+/// Blocks that wait which a large request looks at that needs no driver work, at 0.2 us each.
+const FEW: usize = 4;
+
+/// A freed block that waits for the streams it was declared used on.
+#[derive(Debug)]
+pub(crate) struct Pending {
+    pub(crate) segment: u16,
+    pub(crate) node: NodeId,
+    pub(crate) stamp: Stamp,
+    /// What must complete; where an event was refused, the epoch of the stamp must pass instead.
+    pub(crate) events: Vec<Event>,
+    pub(crate) refused: bool,
+    /// First unit of the block: it waits for imports that are open too.
+    pub(crate) unit: u32,
+}
 
 impl Inner {
     /// Frees a block as soon as the client's event has completed. Never waits. After an error the block lives on.
@@ -24,5 +43,83 @@ impl Inner {
         drop(segment);
         self.suspend(place.segment, id, place.unit(), stamp, event);
         Ok(())
+    }
+
+    /// Records what a freed block with declared uses waits for, besides an event of the caller's.
+    pub(crate) fn suspend(&self, segment: u16, node: NodeId, unit: u32, stamp: Stamp, after: Option<Event>) {
+        let uses = self.uses.lock().remove(&unit).unwrap_or_default();
+        let backend = self.driver.backend();
+        let mut events: Vec<Event> = after.into_iter().collect();
+        let mut refused = false;
+        // Held while recording, so that a shutdown finds every event that there is.
+        let mut pending = self.pending.lock();
+        for Use { stream, key, retired } in uses {
+            if self.shut.load(Relaxed) {
+                break;
+            }
+            // An event on another stream, or on this thread's own for another thread's, would prove nothing.
+            if retired || backend.stream_key(stream) != Ok(key) {
+                refused = true;
+                continue;
+            }
+            match backend.record(EventScope::Stream(stream)) {
+                Ok(event) => events.push(event),
+                Err(error) => {
+                    tracing::debug!(%error, ?stream, "no event for a declared use; its epoch must pass instead");
+                    refused = true;
+                }
+            }
+        }
+        if self.shut.load(Relaxed) {
+            events.drain(..).for_each(|event| backend.recycle(event));
+        }
+        pending.push_back(Pending { segment, node, stamp, events, refused, unit });
+        self.any_pending.store(true, Relaxed);
+    }
+
+    /// Frees blocks whose declared uses have completed and whose imports have ended.
+    pub(crate) fn settle_pending(&self) {
+        // During a capture few at a time, by turns, so that a request costs the same however many wait.
+        self.settle_some(if self.pools.announced() { SETTLE } else { usize::MAX });
+    }
+
+    /// As [`Self::settle_pending`], a few of them, before a large request is served: what lies ready in its place is not cut out
+    /// of a longer block. Never waits: whoever holds the driver lock is at work on the same.
+    pub(super) fn settle_few(&self) {
+        if let Some(_slow) = self.slow.try_lock()
+            && !self.shut.load(Relaxed)
+        {
+            self.settle_some(FEW);
+        }
+    }
+
+    /// Looks at up to `most` of the blocks that wait, by turns.
+    fn settle_some(&self, most: usize) {
+        let backend = self.driver.backend();
+        let passed = self.epochs.passed();
+        let mut ready = Vec::new();
+        {
+            let mut pending = self.pending.lock();
+            for _ in 0..pending.len().min(most) {
+                let Some(one) = pending.pop_front() else { break };
+                let done = (!one.refused || one.stamp.epoch <= passed)
+                    && !self.exports.lock().contains(one.unit)
+                    && one.events.iter().all(|event| backend.is_done(event).unwrap_or(false));
+                if done {
+                    ready.push(one);
+                } else {
+                    pending.push_back(one);
+                }
+            }
+            self.any_pending.store(!pending.is_empty(), Relaxed);
+        }
+        for one in ready {
+            let mut segment = self.segment(one.segment);
+            // The stream may have been retired since: then the block is nobody's.
+            let stamp = Stamp { owner: segment.nodes[one.node].owner, ..one.stamp };
+            segment.free(one.node, stamp, passed);
+            drop(segment);
+            one.events.into_iter().for_each(|event| backend.recycle(event));
+        }
     }
 }

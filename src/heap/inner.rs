@@ -4,6 +4,7 @@
 //! list of pending frees, the epochs' queue, exports, imports and the peaks are innermost. Nothing is held while waiting.
 #![forbid(unsafe_code)]
 
+use super::after::Pending;
 use super::export::Exports;
 use super::import::Imports;
 use super::planned::Planned;
@@ -12,17 +13,16 @@ use super::space::Space;
 use super::stats::Counters;
 use super::streams::{SEGMENTS, Stream, Streams};
 use super::tally::{Peaks, Tally};
+use crate::backend::StreamId;
 use crate::backend::driver::Driver;
 use crate::backend::nvtx::Nvtx;
-use crate::backend::{Event, EventScope, StreamId};
 use crate::config::{Config, CrossStream, RESERVE_MAX, Shrink};
 use crate::edges::Edges;
 use crate::epoch::Epochs;
 use crate::error::{Error, Result};
 use crate::lock::{Guard, Lock};
 use crate::physical::{HandleId, Physical};
-use crate::segment::nodes::NodeId;
-use crate::segment::{Claim, History, Segment, Stamp};
+use crate::segment::{Claim, History, Segment};
 use crate::units::{GRANULE, MIB, UNIT};
 use crate::used::Used;
 use parking_lot::Mutex;
@@ -49,27 +49,14 @@ pub(crate) struct Slot {
 /// A segment, locked.
 pub(crate) type SegmentGuard<'a> = Guard<'a, Segment>;
 
-/// A freed block that waits for the streams it was declared used on.
-#[derive(Debug)]
-pub(crate) struct Pending {
-    pub(crate) segment: u16,
-    pub(crate) node: NodeId,
-    pub(crate) stamp: Stamp,
-    /// What must complete; where an event was refused, the epoch of the stamp must pass instead.
-    pub(crate) events: Vec<Event>,
-    pub(crate) refused: bool,
-    /// First unit of the block: it waits for imports that are open too.
-    pub(crate) unit: u32,
-}
-
 /// A stream that a live block was declared used on.
 #[derive(Debug, Clone, Copy)]
-struct Use {
-    stream: StreamId,
+pub(super) struct Use {
+    pub(super) stream: StreamId,
     /// Its identity: the handle may stand for another stream when the block is freed.
-    key: u64,
+    pub(super) key: u64,
     /// The stream was retired meanwhile, and its handle may be gone.
-    retired: bool,
+    pub(super) retired: bool,
 }
 
 /// What the driver lock guards.
@@ -128,8 +115,10 @@ pub(crate) struct Inner {
     segments_end: AtomicU16,
     pub(crate) slow: Mutex<Slow>,
     pub(crate) pending: Mutex<VecDeque<Pending>>,
+    /// There may be some in `pending`; changed under its lock, so that looking costs a load.
+    pub(super) any_pending: AtomicBool,
     /// Streams that a live block was declared used on, by its first unit.
-    uses: Mutex<HashMap<u32, Vec<Use>>>,
+    pub(super) uses: Mutex<HashMap<u32, Vec<Use>>>,
     /// What other processes may use of this heap's memory, and what this one uses of others'.
     pub(super) exports: Mutex<Exports>,
     pub(super) imports: Mutex<Imports>,
@@ -201,6 +190,7 @@ impl Inner {
             segments_end: AtomicU16::new(0),
             slow: Mutex::new(slow),
             pending: Mutex::default(),
+            any_pending: AtomicBool::new(false),
             uses: Mutex::default(),
             exports: Mutex::default(),
             imports: Mutex::default(),
@@ -324,37 +314,6 @@ impl Inner {
         let segment = if bytes <= self.config.small_limit { small } else { large };
         let pool = pool.is_some();
         Ok(Wanted { bytes, len, align, segment, stream, pool, proof: pool, contiguous: 0 })
-    }
-
-    /// Records what a freed block with declared uses waits for, besides an event of the caller's.
-    pub(crate) fn suspend(&self, segment: u16, node: NodeId, unit: u32, stamp: Stamp, after: Option<Event>) {
-        let uses = self.uses.lock().remove(&unit).unwrap_or_default();
-        let backend = self.driver.backend();
-        let mut events: Vec<Event> = after.into_iter().collect();
-        let mut refused = false;
-        // Held while recording, so that a shutdown finds every event that there is.
-        let mut pending = self.pending.lock();
-        for Use { stream, key, retired } in uses {
-            if self.shut.load(Relaxed) {
-                break;
-            }
-            // An event on another stream, or on this thread's own for another thread's, would prove nothing.
-            if retired || backend.stream_key(stream) != Ok(key) {
-                refused = true;
-                continue;
-            }
-            match backend.record(EventScope::Stream(stream)) {
-                Ok(event) => events.push(event),
-                Err(error) => {
-                    tracing::debug!(%error, ?stream, "no event for a declared use; its epoch must pass instead");
-                    refused = true;
-                }
-            }
-        }
-        if self.shut.load(Relaxed) {
-            events.drain(..).for_each(|event| backend.recycle(event));
-        }
-        pending.push_back(Pending { segment, node, stamp, events, refused, unit });
     }
 
     /// Declares that work queued on `stream` up to the free uses the block.

@@ -11,7 +11,7 @@ use crate::plan::place::{Places, Request};
 use crate::plan::source::{self, Terms};
 use crate::plan::{Placement, Supply, Victim};
 use crate::policy;
-use crate::segment::{Segment, Stamp};
+use crate::segment::Segment;
 use crate::units::{GIB, GRANULE, UNIT, UNITS_PER_GRANULE, granule_ceil, granule_floor};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -24,8 +24,6 @@ const SLICE: Duration = Duration::from_micros(200);
 const STUCK: u32 = 1000;
 /// Refusals one after the other after which a host wait gives up: the device, and not one call, has failed.
 const REFUSALS: u32 = 8;
-/// Blocks with declared uses that a request looks at while a graph is captured.
-const SETTLE: usize = 16;
 /// Places that are tried before there is none.
 const PLACES: usize = 64;
 /// Share of live memory that `defrag:eager` lets lie idle.
@@ -153,37 +151,6 @@ impl Inner {
         self.epochs.poll(self.driver.backend());
         self.reap(slow);
         Ok(())
-    }
-
-    /// Frees blocks whose declared uses have completed and whose imports have ended.
-    pub(crate) fn settle_pending(&self) {
-        let backend = self.driver.backend();
-        let passed = self.epochs.passed();
-        let mut ready = Vec::new();
-        {
-            let mut pending = self.pending.lock();
-            // During a capture few at a time, by turns, so that a request costs the same however many wait.
-            let most = if self.pools.announced() { SETTLE } else { usize::MAX };
-            for _ in 0..pending.len().min(most) {
-                let Some(one) = pending.pop_front() else { break };
-                let done = (!one.refused || one.stamp.epoch <= passed)
-                    && !self.exports.lock().contains(one.unit)
-                    && one.events.iter().all(|event| backend.is_done(event).unwrap_or(false));
-                if done {
-                    ready.push(one);
-                } else {
-                    pending.push_back(one);
-                }
-            }
-        }
-        for one in ready {
-            let mut segment = self.segment(one.segment);
-            // The stream may have been retired since: then the block is nobody's.
-            let stamp = Stamp { owner: segment.nodes[one.node].owner, ..one.stamp };
-            segment.free(one.node, stamp, passed);
-            drop(segment);
-            one.events.into_iter().for_each(|event| backend.recycle(event));
-        }
     }
 
     /// Rungs one to four, with the driver lock held.

@@ -41,6 +41,9 @@ impl Inner {
         {
             return Ok(block);
         }
+        if bytes > self.config.small_limit && self.any_pending.load(Relaxed) {
+            self.settle_few();
+        }
         let slot = self.slot(wanted.segment);
         let mut segment = slot.segment.lock();
         match self.take_unmerged(slot, &mut segment, &wanted).or_else(|| self.take_merged(slot, &mut segment, &wanted))
@@ -71,14 +74,20 @@ impl Inner {
 
     /// Allocates a large block, where it is not what was freed just now.
     #[inline(never)]
-    pub(super) fn cut_large(
-        &self,
-        slot: &Slot,
-        mut segment: SegmentGuard<'_>,
+    pub(super) fn cut_large<'a>(
+        &'a self,
+        slot: &'a Slot,
+        mut segment: SegmentGuard<'a>,
         bytes: u64,
         stream: StreamId,
         known: Known,
     ) -> Result<Block> {
+        if self.any_pending.load(Relaxed) {
+            // A segment's lock comes after the driver lock.
+            drop(segment);
+            self.settle_few();
+            segment = slot.segment.lock();
+        }
         segment.merge_last();
         let index = segment.index;
         self.cut_merged(slot, segment, bytes, known.named(stream), index)
