@@ -8,6 +8,23 @@ use std::time::Duration;
 /// Result of the library.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// Has `Debug` print the sentence of `Display`: it is what `fn main() -> Result<(), Error>` and `unwrap` show to people. What
+/// a program or a test wants to know of an error it has from its variants.
+macro_rules! debug_is_the_sentence {
+    ($error:ty) => {
+        impl ::std::fmt::Debug for $error {
+            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
+                ::std::fmt::Display::fmt(self, f)
+            }
+        }
+    };
+}
+pub(crate) use debug_is_the_sentence;
+
+debug_is_the_sentence!(DriverError);
+debug_is_the_sentence!(Error);
+debug_is_the_sentence!(ShareFault);
+
 /// What an operation of a driver was, for errors and counters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -49,7 +66,7 @@ impl fmt::Display for DriverCall {
 }
 
 /// A refused driver call.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the {call} call failed: {reason}")]
 pub struct DriverError {
     /// Which call.
@@ -144,7 +161,7 @@ impl fmt::Display for OutOfMemory {
 }
 
 /// Everything that can go wrong in the library.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// No memory for the request, after everything was tried.
@@ -222,7 +239,7 @@ pub enum Error {
 }
 
 /// Why memory is not shared with another process. Both sides are as before.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ShareFault {
     /// The backend has no memory that another process could map.
@@ -328,5 +345,25 @@ impl fmt::Display for PointerFault {
             Self::Interior => "it lies inside a block, pass the block's start",
             Self::Freed => "it was freed already or never handed out",
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_main_and_unwrap_print_is_the_sentence() {
+        let full = OutOfMemory { requested: 5 << 20, ..OutOfMemory::default() };
+        let shown = format!("{:?}", Error::OutOfMemory(Box::new(full)));
+        assert!(shown.starts_with("out of memory: 5.000 MiB asked for on stream 0; limit"), "{shown}");
+        assert!(shown.ends_with("use a smaller batch"), "{shown}");
+        let refused = DriverError::new(DriverCall::Map, "CUDA_ERROR_INVALID_VALUE");
+        assert_eq!(format!("{refused:?}"), "the map call failed: CUDA_ERROR_INVALID_VALUE");
+        let shared = Error::from(ShareFault::Used);
+        assert_eq!(
+            format!("{shared:#?}"),
+            "memory cannot be shared: the export was imported already; export the block once for each import"
+        );
     }
 }

@@ -38,7 +38,7 @@ mod tests;
 mod trace_tests;
 
 /// Why a baseline could not do what was asked.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SubjectError {
     /// No memory, after everything that this design tries.
@@ -48,6 +48,8 @@ pub enum SubjectError {
     #[error("{0}")]
     Other(String),
 }
+
+crate::error::debug_is_the_sentence!(SubjectError);
 
 /// What an allocator has used so far. Sizes in bytes, times in nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -20,7 +20,7 @@ use std::path::PathBuf;
 pub const OWN: &str = "xseg";
 
 /// What can go wrong with the program of other allocators, and with what it told.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum PeersError {
     /// It cannot be started.
@@ -58,3 +58,5 @@ pub enum PeersError {
         path: PathBuf,
     },
 }
+
+crate::error::debug_is_the_sentence!(PeersError);

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// An access that did not happen.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("no access to {address:#x}: {reason}")]
 pub struct AccessFault {
     /// First address that could not be reached.
@@ -26,6 +26,8 @@ pub struct AccessFault {
     /// Why.
     pub reason: String,
 }
+
+crate::error::debug_is_the_sentence!(AccessFault);
 
 /// Device memory by address, where an unmapped address is an error and no crash. Any thread may call.
 pub trait MemoryAccess: Send + Sync {

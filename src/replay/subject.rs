@@ -5,7 +5,7 @@ pub use crate::backend::DriverCalls;
 pub use crate::backend::gauge::{Backing, Gauge, MappedRange};
 
 /// Why an allocator refused.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SubjectError {
     /// No memory within the limit, in the allocator's own words.
@@ -15,6 +15,8 @@ pub enum SubjectError {
     #[error("{0}")]
     Other(String),
 }
+
+crate::error::debug_is_the_sentence!(SubjectError);
 
 /// What an allocator did so far. Sizes in bytes.
 #[derive(Debug, Clone, PartialEq, Default)]

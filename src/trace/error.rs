@@ -7,7 +7,7 @@ const FORM: &str =
     "lines are a,ID,BYTES,STREAM,TIME_US or f,ID,TIME_US or u,ID,STREAM,TIME_US, and comments start with #";
 
 /// Why a trace cannot be read, where, and what to do.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TraceError {
     /// The file cannot be opened.
@@ -90,3 +90,5 @@ pub enum TraceError {
     #[error("the file holds no allocation; give a trace ({FORM}) or a PyTorch snapshot pickle")]
     Empty,
 }
+
+crate::error::debug_is_the_sentence!(TraceError);

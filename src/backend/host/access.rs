@@ -13,7 +13,7 @@ use std::ptr;
 const BATCH: usize = 1024;
 
 /// An access that did not happen. Earlier pieces of the same call may have been copied.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("no access to {address:#x}: {reason}")]
 pub struct AccessError {
     /// First address that could not be accessed, to a page.
@@ -21,6 +21,8 @@ pub struct AccessError {
     /// Why.
     pub reason: String,
 }
+
+crate::error::debug_is_the_sentence!(AccessError);
 
 impl AccessError {
     pub(super) fn new(address: u64, reason: impl Into<String>) -> Self {

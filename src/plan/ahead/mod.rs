@@ -87,7 +87,7 @@ pub struct PlanSummary {
 }
 
 /// Why there is no plan, and what to do.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
     /// The file cannot be opened or read.
@@ -145,6 +145,8 @@ pub enum PlanError {
         what: &'static str,
     },
 }
+
+crate::error::debug_is_the_sentence!(PlanError);
 
 /// First words of a plan's file, and the version that follows them.
 const HEADER: &str = "xseg plan";
