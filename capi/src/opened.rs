@@ -149,7 +149,8 @@ fn import(heap: &Heap, ticket: &Ticket) -> Result<Found, Failure> {
         }
         (Err(_), _) => return Err(gone()),
     }
-    let imported = heap.receive(&stream)?;
+    // What is left of it: one patience for all that the exporter owes.
+    let imported = heap.receive_within(&stream, until.saturating_duration_since(Instant::now()))?;
     let bytes = imported.len();
     Ok(Found { address: imported.into_raw(), bytes })
 }

@@ -6,11 +6,11 @@ use super::export::number;
 use super::inner::{Inner, Slow};
 use crate::backend::{BackendKind, PhysicalAllocation};
 use crate::error::{DriverError, Error, Result, ShareFault};
-use crate::share::{Offer, Piece, Tie};
+use crate::share::{Offer, Patience, Piece, Tie, take_over};
 use rustix::process::{Pid, getpid};
 use std::collections::HashMap;
 use std::fmt;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
@@ -65,9 +65,9 @@ pub(super) struct Found {
 }
 
 impl Inner {
-    /// Maps an exported block here.
-    pub(super) fn import(&self, export: OwnedFd) -> Result<Found> {
-        let (tie, offer) = Tie::open(export)?;
+    /// Maps an exported block here. The exporter has `patience`.
+    pub(super) fn import(&self, export: OwnedFd, patience: Patience) -> Result<Found> {
+        let (tie, offer) = Tie::open(export, patience)?;
         self.may_import(&offer)?;
         tie.hello()?;
         let mut import = Import { tie: Some(tie), size: offer.size, ..Import::default() };
@@ -364,17 +364,35 @@ impl Heap {
     /// [`Error::Share`] for a descriptor that is no export, was used, or comes from another backend, device or version;
     /// [`Error::Driver`] and [`Error::MappingLimit`]. Nothing is left mapped or open then.
     pub fn import(&self, export: impl Into<OwnedFd>) -> Result<Imported> {
-        let found = self.inner.import(export.into())?;
+        self.import_with(export.into(), Patience::default())
+    }
+
+    fn import_with(&self, export: OwnedFd, patience: Patience) -> Result<Imported> {
+        let found = self.inner.import(export, patience)?;
         Ok(Imported { heap: self.clone(), found, owned: true, owner: getpid() })
     }
 
     /// Takes an export from a Unix socket to which the other process has sent it by [`Export::send`](super::Export::send), and
-    /// maps it as [`Heap::import`] does. Waits 10 s at most for it.
+    /// maps it as [`Heap::import`] does. Waits 10 s at most for the other process, for the export and its handles together.
     ///
     /// # Errors
     /// As [`Heap::import`].
     pub fn receive(&self, socket: impl AsFd) -> Result<Imported> {
-        self.import(crate::share::take_over(socket.as_fd())?)
+        self.receive_with(socket.as_fd(), Patience::default())
+    }
+
+    /// As [`Heap::receive`], with another longest wait: `limit` for the export and its handles together, of which only
+    /// waiting counts.
+    ///
+    /// # Errors
+    /// As [`Heap::import`].
+    pub fn receive_within(&self, socket: impl AsFd, limit: Duration) -> Result<Imported> {
+        self.receive_with(socket.as_fd(), Patience::new(limit))
+    }
+
+    fn receive_with(&self, socket: BorrowedFd<'_>, mut patience: Patience) -> Result<Imported> {
+        let export = take_over(socket, &mut patience)?;
+        self.import_with(export, patience)
     }
 
     /// As dropping an [`Imported`], for an address of [`Imported::into_raw`]. Never waits.

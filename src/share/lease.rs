@@ -1,7 +1,7 @@
 //! The exporter's side: is the import over?
 
 use super::message::{BATCH, Offer, Piece, Said, encode_pieces, encode_refusal};
-use super::socket::{PATIENCE, Patience, ready, receive_all_or_leave, send, send_in_turn, system};
+use super::socket::{Patience, ready, receive_all_or_leave, send, send_in_turn, system};
 use crate::error::ShareFault;
 use parking_lot::Mutex;
 use rustix::event::PollFlags;
@@ -159,7 +159,7 @@ impl Server {
     /// Queues the next handles.
     pub(crate) fn queue(&self, pieces: &[(Piece, OwnedFd)]) -> Result<(), ShareFault> {
         let (pieces, descriptors) = parts(pieces);
-        let mut patience = Patience::new(PATIENCE);
+        let mut patience = Patience::default();
         let sent = send_in_turn(self.0.socket.as_fd(), &encode_pieces(&pieces), &descriptors, &mut patience);
         sent.map_err(|error| system("descriptors cannot be queued", error))
     }

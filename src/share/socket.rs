@@ -13,7 +13,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 /// Longest wait for what the other side owes: all waits of one exchange together.
-pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(10);
 /// What a caller's own socket carries with the one descriptor of an export.
 pub(super) const MARK: [u8; 8] = *b"xsegfd\n\x01";
 
@@ -36,13 +36,14 @@ pub(super) fn system(what: &str, error: Errno) -> ShareFault {
 
 /// What is left of the longest wait. Only waiting counts: what this side does meanwhile may take its time.
 #[derive(Debug)]
-pub(super) struct Patience {
+pub(crate) struct Patience {
     all: Duration,
     left: Duration,
 }
 
 impl Patience {
-    pub(super) const fn new(all: Duration) -> Self {
+    /// For waits of `all` together.
+    pub(crate) const fn new(all: Duration) -> Self {
         Self { all, left: all }
     }
 
@@ -67,6 +68,12 @@ impl Patience {
             self.left = self.left.saturating_sub(MOMENT);
         }
         more
+    }
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self::new(PATIENCE)
     }
 }
 
@@ -162,7 +169,7 @@ pub(super) fn ready(socket: BorrowedFd<'_>, events: PollFlags, limit: Option<Dur
 
 /// Sends the descriptor of an export over a socket of the caller's.
 pub(crate) fn pass_on(socket: BorrowedFd<'_>, export: BorrowedFd<'_>) -> Result<(), ShareFault> {
-    let mut patience = Patience::new(PATIENCE);
+    let mut patience = Patience::default();
     loop {
         match send_in_turn(socket, &MARK, &[export], &mut patience) {
             Ok(()) => return Ok(()),
@@ -174,11 +181,7 @@ pub(crate) fn pass_on(socket: BorrowedFd<'_>, export: BorrowedFd<'_>) -> Result<
 }
 
 /// Takes the descriptor of an export from a socket of the caller's.
-pub(crate) fn take_over(socket: BorrowedFd<'_>) -> Result<OwnedFd, ShareFault> {
-    take_over_within(socket, &mut Patience::new(PATIENCE))
-}
-
-pub(super) fn take_over_within(socket: BorrowedFd<'_>, patience: &mut Patience) -> Result<OwnedFd, ShareFault> {
+pub(crate) fn take_over(socket: BorrowedFd<'_>, patience: &mut Patience) -> Result<OwnedFd, ShareFault> {
     let (mut mark, mut have, mut export) = ([0; MARK.len()], 0, None);
     while have < mark.len() {
         match receive(socket, &mut mark[have..]) {

@@ -32,7 +32,7 @@ fn inode(fd: impl AsFd) -> u64 {
 fn opened() -> (Lease, Tie, Offer) {
     let (lease, export) = pair().unwrap();
     assert!(lease.offer(&offer(2), &[]).unwrap());
-    let (tie, offer) = Tie::open(export).unwrap();
+    let (tie, offer) = Tie::open(export, Patience::default()).unwrap();
     (lease, tie, offer)
 }
 
@@ -41,7 +41,7 @@ fn what_is_offered_arrives() {
     let (lease, export) = pair().unwrap();
     let sent = pieces(BATCH);
     assert!(lease.offer(&offer(64), &sent).unwrap());
-    let (mut tie, found) = Tie::open(export).unwrap();
+    let (mut tie, found) = Tie::open(export, Patience::default()).unwrap();
     assert_eq!(found, offer(64));
     let came = tie.next().unwrap();
     assert_eq!(came.len(), BATCH);
@@ -103,7 +103,7 @@ fn a_server_hands_over_what_is_asked_for() {
         }
         asked
     });
-    let (mut tie, _) = Tie::open(export).unwrap();
+    let (mut tie, _) = Tie::open(export, Patience::default()).unwrap();
     tie.hello().unwrap();
     for _ in 0..3 {
         assert_eq!(tie.next().unwrap().len(), 1);
@@ -130,18 +130,18 @@ fn an_export_serves_one_import() {
     let (lease, export) = pair().unwrap();
     lease.offer(&offer(1), &[]).unwrap();
     let again = export.try_clone().unwrap();
-    let (_tie, _) = Tie::open(export).unwrap();
-    assert_eq!(Tie::open(again).unwrap_err(), ShareFault::Used);
+    let (_tie, _) = Tie::open(export, Patience::default()).unwrap();
+    assert_eq!(Tie::open(again, Patience::default()).unwrap_err(), ShareFault::Used);
     let (lease, export) = pair().unwrap();
     drop(lease);
-    assert_eq!(Tie::open(export).unwrap_err(), ShareFault::Ended);
+    assert_eq!(Tie::open(export, Patience::default()).unwrap_err(), ShareFault::Ended);
 }
 
 /// Opens an export whose first message is `bytes` with `descriptors`.
 fn opened_with(bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<Offer, ShareFault> {
     let (ours, theirs) = socket::pair().unwrap();
     socket::send(ours.as_fd(), bytes, descriptors).unwrap();
-    Tie::open(theirs).map(|(_, offer)| offer)
+    Tie::open(theirs, Patience::default()).map(|(_, offer)| offer)
 }
 
 #[test]
@@ -214,7 +214,7 @@ fn handles_are_checked_and_their_descriptors_closed() {
     for (bytes, descriptors) in &cases {
         let (ours, theirs) = socket::pair().unwrap();
         socket::send(ours.as_fd(), &offer(2).encode(&[]), &[]).unwrap();
-        let (mut tie, _) = Tie::open(theirs).unwrap();
+        let (mut tie, _) = Tie::open(theirs, Patience::default()).unwrap();
         socket::send(ours.as_fd(), bytes, descriptors).unwrap();
         let error = tie.next().unwrap_err();
         assert!(matches!(error, ShareFault::Malformed(_)), "{bytes:?}: {error}");
@@ -222,7 +222,7 @@ fn handles_are_checked_and_their_descriptors_closed() {
     // More descriptors than any message may carry are cut off by the system.
     let (ours, theirs) = socket::pair().unwrap();
     socket::send(ours.as_fd(), &offer(2).encode(&[]), &[]).unwrap();
-    let (mut tie, _) = Tie::open(theirs).unwrap();
+    let (mut tie, _) = Tie::open(theirs, Patience::default()).unwrap();
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(BATCH + 8))];
     let mut control = rustix::net::SendAncillaryBuffer::new(&mut space);
     assert!(control.push(rustix::net::SendAncillaryMessage::ScmRights(&many)));
@@ -258,7 +258,7 @@ fn an_export_travels_over_a_stream() {
     let (here, there) = UnixStream::pair().unwrap();
     let file = memory();
     pass_on(here.as_fd(), file.as_fd()).unwrap();
-    assert_eq!(inode(take_over(there.as_fd()).unwrap()), inode(&file));
+    assert_eq!(inode(take_over(there.as_fd(), &mut Patience::default()).unwrap()), inode(&file));
     // In two halves, the descriptor with the first.
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = rustix::net::SendAncillaryBuffer::new(&mut space);
@@ -267,17 +267,23 @@ fn an_export_travels_over_a_stream() {
     let bytes = [rustix::io::IoSlice::new(&MARK[..3])];
     rustix::net::sendmsg(&here, &bytes, &mut control, rustix::net::SendFlags::empty()).unwrap();
     std::io::Write::write_all(&mut &here, &MARK[3..]).unwrap();
-    assert_eq!(inode(take_over(there.as_fd()).unwrap()), inode(&file));
+    assert_eq!(inode(take_over(there.as_fd(), &mut Patience::default()).unwrap()), inode(&file));
     std::io::Write::write_all(&mut &here, &MARK).unwrap();
-    assert!(matches!(take_over(there.as_fd()), Err(ShareFault::Malformed(_))), "no descriptor");
+    assert!(
+        matches!(take_over(there.as_fd(), &mut Patience::default()), Err(ShareFault::Malformed(_))),
+        "no descriptor"
+    );
     socket::send(here.as_fd(), &MARK, &[file.as_fd(), file.as_fd()]).unwrap();
-    assert!(matches!(take_over(there.as_fd()), Err(ShareFault::Malformed(_))), "two descriptors");
+    assert!(
+        matches!(take_over(there.as_fd(), &mut Patience::default()), Err(ShareFault::Malformed(_))),
+        "two descriptors"
+    );
     std::io::Write::write_all(&mut &here, b"hello").unwrap();
-    assert!(matches!(take_over(there.as_fd()), Err(ShareFault::Malformed(_))));
+    assert!(matches!(take_over(there.as_fd(), &mut Patience::default()), Err(ShareFault::Malformed(_))));
     drop(here);
-    assert_eq!(take_over(there.as_fd()).unwrap_err(), ShareFault::Ended);
+    assert_eq!(take_over(there.as_fd(), &mut Patience::default()).unwrap_err(), ShareFault::Ended);
     assert_eq!(pass_on(there.as_fd(), file.as_fd()).unwrap_err(), ShareFault::Ended);
-    assert!(matches!(take_over(file.as_fd()), Err(ShareFault::System(_))));
+    assert!(matches!(take_over(file.as_fd(), &mut Patience::default()), Err(ShareFault::System(_))));
 }
 
 #[test]
@@ -295,13 +301,25 @@ fn all_waits_of_an_import_have_one_end() {
             }
         }
     });
-    let (mut tie, _) = Tie::open(export).unwrap();
-    tie.set_patience(ALL);
+    let (mut tie, _) = Tie::open(export, Patience::new(ALL)).unwrap();
     tie.hello().unwrap();
     let error = (0..1000).find_map(|_| tie.next().err());
     assert_eq!(error, Some(ShareFault::Silent(ALL)));
     tie.done();
     serving.join().unwrap();
+}
+
+#[test]
+fn what_was_waited_for_an_export_is_not_waited_again_for_its_handles() {
+    const ALL: Duration = Duration::from_millis(20);
+    let (_here, there) = UnixStream::pair().unwrap();
+    let mut patience = Patience::new(ALL);
+    assert_eq!(take_over(there.as_fd(), &mut patience).unwrap_err(), ShareFault::Silent(ALL));
+    let (lease, export) = pair().unwrap();
+    lease.offer(&offer(1000), &[]).unwrap();
+    let (mut tie, _) = Tie::open(export, patience).unwrap();
+    // Nobody serves it; with a patience of its own it would name another time.
+    assert_eq!(tie.next().unwrap_err(), ShareFault::Silent(ALL));
 }
 
 /// Runs a test of this file in a process of its own, which may set limits.
@@ -376,7 +394,7 @@ fn an_importer_without_descriptors_says_so() {
         let (lease, export) = pair().unwrap();
         lease.offer(&offer(2), &pieces(2)).unwrap();
         let mut taken = all_descriptors();
-        assert!(limited(Tie::open(export).unwrap_err()).contains("did not all arrive"));
+        assert!(limited(Tie::open(export, Patience::default()).unwrap_err()).contains("did not all arrive"));
         assert!(lease.is_over(NOW));
         drop(taken);
         // Its own pidfd, and those of a later message.

@@ -1,7 +1,7 @@
 //! The importer's side.
 
 use super::message::{LONGEST, Offer, Piece, Said, decode_pieces, malformed};
-use super::socket::{PATIENCE, Patience, Received, receive, send, send_in_turn, system};
+use super::socket::{Patience, Received, receive, send, send_in_turn, system};
 use crate::error::ShareFault;
 use parking_lot::Mutex;
 use rustix::event::PollFlags;
@@ -23,14 +23,10 @@ pub(crate) struct Tie {
 }
 
 impl Tie {
-    /// Takes the descriptor of an export, and what it offers.
-    pub(crate) fn open(export: OwnedFd) -> Result<(Self, Offer), ShareFault> {
-        let mut tie = Self {
-            socket: export,
-            owner: getpid().as_raw_pid(),
-            first: Vec::new(),
-            patience: Mutex::new(Patience::new(PATIENCE)),
-        };
+    /// Takes the descriptor of an export, and what it offers. The exporter has `patience` for the rest.
+    pub(crate) fn open(export: OwnedFd, patience: Patience) -> Result<(Self, Offer), ShareFault> {
+        let mut tie =
+            Self { socket: export, owner: getpid().as_raw_pid(), first: Vec::new(), patience: Mutex::new(patience) };
         let mut bytes = [0; LONGEST];
         // Queued before the descriptor was given away, so that nothing is waited for.
         let Received { len, descriptors } = match receive(tie.socket.as_fd(), &mut bytes) {
@@ -113,11 +109,6 @@ fn broken(error: Errno) -> ShareFault {
 
 #[cfg(test)]
 impl Tie {
-    /// With another longest wait.
-    pub(super) fn set_patience(&mut self, all: std::time::Duration) {
-        self.patience = Mutex::new(Patience::new(all));
-    }
-
     /// A copy of the descriptor, as a forked child has it.
     pub(super) fn try_clone(&self) -> OwnedFd {
         self.socket.try_clone().expect("a descriptor is left")
