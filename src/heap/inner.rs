@@ -71,7 +71,7 @@ pub(crate) struct Slow {
     pub(crate) crowded: u32,
     /// For `shrink:idle`: handles seen idle, with the age of their memory and when it was first seen
     /// (nanoseconds of the backend's clock).
-    pub(crate) idle_since: HashMap<HandleId, (u32, u64)>,
+    pub(crate) idle_since: HashMap<HandleId, (u64, u64)>,
 }
 
 impl Slow {

@@ -31,7 +31,7 @@ const EAGER_SLACK: f64 = 0.009;
 /// Share of the most that was live that may lie idle before a huge request moves pages, where no limit was set.
 const HUGE_SLACK: f64 = 0.02;
 /// Idle memory is stale when so many large blocks were freed since: it moves before memory is created.
-const STALE_FREES: u32 = 25;
+const STALE_FREES: u64 = 25;
 
 /// How much memory a plan may create.
 #[derive(Debug, Clone, Copy)]

@@ -22,6 +22,8 @@ mod space;
 mod stats;
 mod streams;
 mod tally;
+#[cfg(test)]
+mod turn_tests;
 mod warm;
 
 pub use allocation::Allocation;

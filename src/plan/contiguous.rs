@@ -81,7 +81,16 @@ mod tests {
     use super::*;
 
     fn victim(handle: u32, granules: u32, epoch: u32) -> Victim {
-        Victim { handle, granules, home: handle * 100, segment: 0, node: handle, age: handle, epoch, releasable: true }
+        Victim {
+            handle,
+            granules,
+            home: handle * 100,
+            segment: 0,
+            node: handle,
+            age: handle.into(),
+            epoch,
+            releasable: true,
+        }
     }
 
     const ALL: Terms = Terms { budget: 0, moves: true, release: true };

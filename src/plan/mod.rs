@@ -40,7 +40,7 @@ pub(crate) struct Victim {
     /// The free node that covers it.
     pub(crate) node: NodeId,
     /// When its memory was freed; the smaller the longer ago.
-    pub(crate) age: u32,
+    pub(crate) age: u64,
     /// Epoch of its stamp.
     pub(crate) epoch: u32,
     /// No old mapping of it is left, so that releasing it would free its memory.
@@ -56,7 +56,7 @@ impl Placement {
 
 impl Victim {
     /// Was it freed at `age` or before?
-    fn freed_by(&self, age: u32) -> bool {
+    fn freed_by(&self, age: u64) -> bool {
         self.age <= age
     }
 }

@@ -29,7 +29,7 @@ pub(crate) struct Terms {
     /// Epoch up to which all streams have passed: memory freed later is not released.
     pub(crate) passed: u32,
     /// Idle memory of this age or older moves before new memory is created.
-    pub(crate) stale: Option<u32>,
+    pub(crate) stale: Option<u64>,
     /// Other streams want memory too: what only this one may take yet goes first.
     pub(crate) shared: bool,
 }
@@ -82,7 +82,7 @@ pub(crate) fn idle_handles(
                     home: range.start,
                     segment: index,
                     node: id,
-                    age: node.age,
+                    age: segment.history.freed_at(node.age),
                     epoch,
                     releasable: handle.zombies == 0,
                 });
@@ -255,7 +255,7 @@ mod tests {
         Placement { first: 1, block: 0..1, claim: 0..1, missing: vec![run], room: 100 }
     }
 
-    fn victim(handle: u32, granules: u32, age: u32) -> Victim {
+    fn victim(handle: u32, granules: u32, age: u64) -> Victim {
         Victim { handle, granules, home: handle * 100, segment: 0, node: handle, age, epoch: 0, releasable: true }
     }
 

@@ -204,7 +204,7 @@ impl Segment {
                 while id != NIL {
                     let next = self.nodes[id].bin_next;
                     self.nodes[id].kind = Kind::Free;
-                    self.coalesce(id, passed);
+                    self.coalesce::<false>(id, passed);
                     id = next;
                 }
                 lengths &= lengths - 1;

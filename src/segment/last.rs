@@ -71,7 +71,8 @@ impl Segment {
         self.last.taken_back = false;
         self.note_block(len);
         self.note_taken(len, epoch);
-        // The rest would have been one block with it meanwhile.
+        // The rest would have been one block with it meanwhile. Where the lower half of the clock turned between the two it keeps
+        // its own age, which is when it was freed itself.
         let rest = &mut self.nodes[next];
         if rest.kind == Kind::Free && rest.owner == owner {
             (rest.epoch, rest.age) = (rest.epoch.max(epoch), rest.age.max(age));
@@ -86,7 +87,7 @@ impl Segment {
         if std::mem::take(&mut self.last.taken_back) {
             self.nodes[id].kind = Kind::Free;
             self.note_used(id);
-            self.coalesce(id, self.last.passed);
+            self.coalesce::<true>(id, self.last.passed);
         }
     }
 }

@@ -28,7 +28,7 @@ impl Segment {
                 let both = next != NIL && self.nodes[id].kind == Kind::Free && self.nodes[next].kind == Kind::Free;
                 if both && merged(self.stamp(id), self.stamp(next), passed).is_some() {
                     self.bin_remove(id);
-                    id = self.coalesce(id, passed);
+                    id = self.coalesce::<false>(id, passed);
                     any = true;
                 } else {
                     id = next;

@@ -8,6 +8,7 @@
 pub(crate) mod bins;
 pub(crate) mod cache;
 mod cut;
+mod history;
 mod last;
 mod merge;
 pub(crate) mod nodes;
@@ -19,11 +20,13 @@ use crate::units::{UNITS_PER_GRANULE, granule_ceil, granule_floor};
 use crate::used::Used;
 use bins::Bins;
 use cache::Cache;
+use history::younger;
 use last::LastCut;
 use nodes::{Kind, NIL, Node, NodeId, Nodes};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+
+pub(crate) use history::History;
 
 /// Free blocks of one bin that a search looks at, in the large segments and in small pools, and bins that it goes through.
 const SCAN: usize = 32;
@@ -53,36 +56,6 @@ pub(crate) struct Stamp {
     pub(crate) owner: u16,
     /// Epoch that was open at the free; 0: nothing to wait for.
     pub(crate) epoch: u32,
-}
-
-/// What happened so far. Relaxed: nothing is ordered by it. Written in plain stores under the lock of a segment; the two
-/// that share one may lose a count to each other, which makes memory look a little younger. On lines of its own, since
-/// each small pool has one.
-#[derive(Debug, Default)]
-#[repr(align(128))]
-pub(crate) struct History {
-    /// Frees: the age of idle memory.
-    clock: AtomicU32,
-    /// Units that blocks were given, and that blocks gave back.
-    taken: AtomicU64,
-    freed: AtomicU64,
-}
-
-impl History {
-    pub(crate) fn now(&self) -> u32 {
-        self.clock.load(Relaxed)
-    }
-
-    fn tick(&self) -> u32 {
-        let now = self.clock.load(Relaxed).wrapping_add(1);
-        self.clock.store(now, Relaxed);
-        now
-    }
-
-    /// Units given to blocks and given back by them.
-    pub(crate) fn churn(&self) -> (u64, u64) {
-        (self.taken.load(Relaxed), self.freed.load(Relaxed))
-    }
 }
 
 /// See the module's text.
@@ -128,13 +101,13 @@ impl Segment {
     /// Notes a block of `len` units that came into being.
     pub(crate) fn note_block(&mut self, len: u32) {
         self.live_blocks += 1;
-        add(&self.history.taken, len);
+        self.history.note_taken(len);
     }
 
     /// Notes a free of `len` units. What was freed in that epoch before and lies free still.
     #[inline]
     fn note_freed(&mut self, len: u32, epoch: u32) -> u64 {
-        add(&self.history.freed, len);
+        self.history.note_freed(len);
         self.note_fresh(len, epoch)
     }
 
@@ -300,7 +273,7 @@ impl Segment {
             self.note_freed(len, stamp.epoch);
         }
         self.note_used(id);
-        self.coalesce(id, passed)
+        self.coalesce::<true>(id, passed)
     }
 
     /// Notes when the granules of a free node were last used, in a large segment.
@@ -320,9 +293,10 @@ impl Segment {
         self.live_blocks -= 1;
     }
 
-    /// Merges a free node that is in no bin with its free neighbours where the stamps allow, and bins it.
+    /// Merges a free node that is in no bin with its free neighbours where the stamps allow, and bins it. `NEWEST`: nothing
+    /// in the segment was freed after it.
     #[inline]
-    fn coalesce(&mut self, id: NodeId, passed: u32) -> NodeId {
+    fn coalesce<const NEWEST: bool>(&mut self, id: NodeId, passed: u32) -> NodeId {
         for neighbour in [self.nodes[id].prev, self.nodes[id].next] {
             if neighbour == NIL || self.nodes[neighbour].kind != Kind::Free {
                 continue;
@@ -339,7 +313,9 @@ impl Segment {
             node.start = node.start.min(start);
             node.len += len;
             (node.owner, node.epoch) = (stamp.owner, stamp.epoch);
-            node.age = node.age.max(age);
+            if !NEWEST {
+                node.age = younger(node.age, age);
+            }
         }
         self.bin_insert(id);
         id
@@ -385,12 +361,6 @@ impl Segment {
             }
         }
     }
-}
-
-/// Adds without an atomic exchange: the caller holds the segment's lock.
-#[inline]
-fn add(counter: &AtomicU64, units: u32) {
-    counter.store(counter.load(Relaxed) + u64::from(units), Relaxed);
 }
 
 /// Stamp of two free neighbours as one block, if they may be one.

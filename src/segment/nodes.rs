@@ -54,7 +54,7 @@ pub(crate) struct Node {
     pub(crate) next: NodeId,
     /// Epoch that was open when the node was freed; 0: nothing to wait for.
     pub(crate) epoch: u32,
-    /// When it was freed, in frees of the segment: the smaller, the longer it lies idle.
+    /// When it was freed, in frees of the segment, the lower half of their number: [`super::History::freed_at`].
     pub(crate) age: u32,
 }
 
