@@ -268,6 +268,10 @@ typedef struct xseg_statistics {
   uint64_t planned;
   // Blocks so far that the plan foresaw and that lie elsewhere, since their place was not free.
   uint64_t planned_elsewhere;
+  // What became of the plan: 0 none was set, 1 no request of a size that is planned came yet, 2 it is followed, 3 it was
+  // followed to its end, 4 it was left, 5 it foresaw none of the requests so far, 6 it takes more than the limit, 7 the heap
+  // has no addresses for it, 8 it was given up after too many moves.
+  uint64_t plan_state;
 } xseg_statistics;
 
 // What blocks with a tag take up on a device. Sizes in bytes.

@@ -65,8 +65,8 @@ pub use buffer::DeviceBuffer;
 pub use config::Config;
 pub use error::{Error, Result};
 pub use heap::{
-    Allocation, Export, Heap, HeapBuilder, Imported, OutOfMemoryCallback, PoolId, Region, RegionState, Stats,
-    StreamFilter, TrimReport,
+    Allocation, Export, Heap, HeapBuilder, Imported, OutOfMemoryCallback, PlanState, PoolId, Region, RegionState,
+    Stats, StreamFilter, TrimReport,
 };
 pub use plan::ahead::{Plan, PlanError, PlanSummary, RecordedBlock};
 

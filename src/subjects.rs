@@ -10,7 +10,7 @@ use crate::backend::{Backend, BackendKind, StreamId};
 use crate::baselines;
 use crate::config::{BackendChoice, Config, SizeOrShare};
 use crate::error::Error;
-use crate::heap::Heap;
+use crate::heap::{Heap, PlanState};
 use crate::replay::{Device, Figures, Gauge, MappedRange, MemoryAccess, Subject, SubjectError, Verifier};
 use crate::units::UNIT;
 use std::sync::Arc;
@@ -263,7 +263,13 @@ impl Subject for Xseg {
             handles_joined: stats.handles_joined,
             bytes_moved: stats.bytes_moved,
             bytes_copied: stats.bytes_copied,
-            detail: serde_json::Value::Null,
+            detail: match stats.plan {
+                PlanState::None => serde_json::Value::Null,
+                state => serde_json::json!({ "plan": {
+                    "state": state, "in_vain": state.is_in_vain(),
+                    "planned": stats.planned, "planned_elsewhere": stats.planned_elsewhere,
+                } }),
+            },
         }
     }
 

@@ -116,6 +116,38 @@ fn a_plan_of_another_run_breaks_nothing() {
     assert_eq!((&run["completed"], &run["mismatches"]), (&true.into(), &0.into()));
 }
 
+/// Why a plan was of no use stands in the JSON, and under the table.
+#[test]
+fn a_plan_in_vain_is_told_where_results_are() {
+    let (trace, plan) = (shipped("fsdp"), File::new("fsdp.plan", ""));
+    json(&["plan", &trace, "-o", &plan.1, "--apart", "1ms", "--json"]);
+    let conf = format!("plan:{}", plan.1);
+    let run = |more: &[&str]| {
+        let base = ["replay", &trace, "--backend", "sim", "--limit", "1.02x", "--conf", &conf];
+        xseg(&[&base[..], more].concat())
+    };
+    let state = |more: &[&str]| -> Value {
+        let report: Value = serde_json::from_slice(&run(&[more, &["--json"]].concat()).stdout).unwrap();
+        report["detail"]["plan"].clone()
+    };
+    let followed = state(&[]);
+    assert_eq!(followed["state"], "the plan was followed to its end");
+    assert_eq!((&followed["in_vain"], &followed["planned"]), (&false.into(), &46_548.into()));
+    // Later than planned for.
+    let late = state(&["--gpu-lag", "50ms"]);
+    let why = late["state"].as_str().unwrap();
+    assert!(late["in_vain"] == true && why.starts_with("the plan was given up after "), "{late}");
+    let table = run(&["--gpu-lag", "50ms"]);
+    assert!(text(&table.stdout).contains(&format!("fsdp: {why}")), "{}", text(&table.stdout));
+    assert!(!text(&run(&[]).stdout).contains("the plan was"), "nothing where all is well");
+    let other = xseg(&["replay", &shipped("moe"), "--backend", "sim", "--conf", &conf]);
+    assert!(
+        text(&other.stdout).contains("moe: the plan is not followed: it foresaw none of 22508 requests"),
+        "{}",
+        text(&other.stdout)
+    );
+}
+
 #[test]
 fn wrong_inputs_are_refused_in_a_sentence() {
     let small = File::new("small.trace", "a,0,1000,0,0\nf,0,1\n");

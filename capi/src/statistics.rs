@@ -113,6 +113,10 @@ pub struct xseg_statistics {
     pub planned: u64,
     /// Blocks so far that the plan foresaw and that lie elsewhere, since their place was not free.
     pub planned_elsewhere: u64,
+    /// What became of the plan: 0 none was set, 1 no request of a size that is planned came yet, 2 it is followed, 3 it was
+    /// followed to its end, 4 it was left, 5 it foresaw none of the requests so far, 6 it takes more than the limit, 7 the heap
+    /// has no addresses for it, 8 it was given up after too many moves.
+    pub plan_state: u64,
 }
 
 impl From<&Stats> for xseg_statistics {
@@ -169,13 +173,14 @@ impl From<&Stats> for xseg_statistics {
             imported: stats.imported,
             planned: stats.planned,
             planned_elsewhere: stats.planned_elsewhere,
+            plan_state: stats.plan.code(),
         }
     }
 }
 
 /// The same by name, for bindings in other languages.
 #[must_use]
-pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 50] {
+pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 51] {
     let filled = xseg_statistics::from(stats);
     [
         ("allocated", filled.allocated),
@@ -228,6 +233,7 @@ pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 50] {
         ("imported", filled.imported),
         ("planned", filled.planned),
         ("planned_elsewhere", filled.planned_elsewhere),
+        ("plan_state", filled.plan_state),
     ]
 }
 

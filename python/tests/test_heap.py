@@ -204,6 +204,8 @@ def test_blocks_of_a_plan_are_counted(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     heap = xseg.Heap(f"backend:host,plan:{plan}")
     assert (heap.stats()["planned"], heap.stats()["planned_elsewhere"]) == (0, 0)
+    assert heap.stats()["plan_state"] == 1
     blocks = [heap.alloc(size) for size in sizes]
     assert (heap.stats()["planned"], heap.stats()["planned_elsewhere"]) == (4, 0)
+    assert heap.stats()["plan_state"] == 3
     del blocks

@@ -178,6 +178,9 @@ fn with_footer(mut table: Table, optional: &[usize], reports: &[Report]) -> Stri
             footer += &format!("\n{}: {}", report.trace, report.notes.join("; "));
         }
     }
+    for (report, why) in reports.iter().filter_map(|report| Some((report, report.plan_in_vain()?))) {
+        footer += &format!("\n{}: {why}", report.trace);
+    }
     text + &grid::wrapped(&footer, footer_width())
 }
 

@@ -32,6 +32,7 @@ pub use captures::{PoolId, StreamFilter};
 pub use export::Export;
 pub use import::Imported;
 pub use layout::{Region, RegionState};
+pub use planned::PlanState;
 pub use stats::Stats;
 
 use crate::backend::{Backend, ClientEvent, ExportedHandle, StreamId};
@@ -289,10 +290,11 @@ impl Heap {
         self.inner.check()
     }
 
-    /// Notes on what was refused or is missing (reservations, NVTX), for `xseg info`.
+    /// Notes on what was refused or is missing (reservations, NVTX, a plan that is not followed), for people.
     #[must_use]
     pub fn notes(&self) -> Vec<String> {
-        self.inner.space.notes()
+        let plan = Some(self.inner.plan_state()).filter(|state| state.is_in_vain());
+        self.inner.space.notes().into_iter().chain(plan.map(|state| state.to_string())).collect()
     }
 }
 

@@ -9,7 +9,7 @@
 use super::execute::Outcome;
 use super::inner::{Block, FIRST_POOL, HUGE_BYTES, Inner, LARGE, Slow, Wanted};
 use crate::error::{Error, Result};
-use crate::plan::ahead::matcher::{Answer, Matcher};
+use crate::plan::ahead::matcher::{Answer, Matcher, Standing};
 use crate::plan::ahead::{PLANNED_ABOVE, Plan};
 use crate::plan::place::{self, Places, Request};
 use crate::plan::source::{self, Terms};
@@ -18,8 +18,9 @@ use crate::policy;
 use crate::segment::nodes::{Kind, NIL};
 use crate::segment::spot::Spot;
 use crate::segment::{Claim, Segment};
-use crate::units::{GRANULE, UNIT, UNITS_PER_GRANULE, granule_ceil, granule_floor};
+use crate::units::{GRANULE, UNIT, UNITS_PER_GRANULE, granule_ceil, granule_floor, human};
 use parking_lot::Mutex;
+use std::fmt;
 use std::path::Path;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -33,10 +34,118 @@ pub(crate) struct Planned {
     top: u32,
     /// It has a step that repeats.
     repeats: bool,
-    /// Its addresses, once it was followed; `None`: they are more than the limit, or than is left of the heap's.
-    area: OnceLock<Option<Area>>,
+    /// Its addresses, once it was followed, or why it has none.
+    area: OnceLock<Result<Area, PlanState>>,
     /// Handles that moved to places of the plan.
     moved: AtomicU64,
+    /// What was said of it: [`PlanState::code`] of what it was set in vain for, 0 at first.
+    told: AtomicU64,
+}
+
+/// What became of the plan of a heap (`plan` in `XSEG_CONF`). Its text says why a plan is not followed, and what to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum PlanState {
+    /// No plan was set.
+    #[default]
+    None,
+    /// No request of a size that is planned came yet.
+    Waiting,
+    /// Requests are those that it foresaw, or were until a few requests ago.
+    Followed,
+    /// It was followed, and came to its end: it planned a whole run.
+    Ended,
+    /// It was followed until requests came that it did not foresee. It is taken up again when they are those that it foresaw.
+    Left,
+    /// None of the requests so far was one that it foresaw.
+    Unmatched {
+        /// Requests of a size that is planned.
+        requests: u64,
+    },
+    /// It takes more memory than the limit.
+    TooLarge {
+        /// Bytes that it takes.
+        bytes: u64,
+        /// The limit when it was to be followed, in bytes.
+        limit: u64,
+    },
+    /// The heap has no range of addresses left that is long enough for it.
+    NoAddresses {
+        /// Bytes that it takes.
+        bytes: u64,
+    },
+    /// Its places needed too many moves: it does not fit what the program does.
+    GivenUp {
+        /// Handles that were moved to its places.
+        moves: u64,
+    },
+}
+
+impl PlanState {
+    /// Is there a plan that is not, and that nothing said so far will make, followed?
+    #[must_use]
+    pub fn is_in_vain(self) -> bool {
+        matches!(self, Self::Unmatched { .. } | Self::TooLarge { .. } | Self::NoAddresses { .. } | Self::GivenUp { .. })
+    }
+
+    /// A number for it, for programs in other languages: as the variants are listed, from 0.
+    #[must_use]
+    pub fn code(self) -> u64 {
+        match self {
+            Self::None => 0,
+            Self::Waiting => 1,
+            Self::Followed => 2,
+            Self::Ended => 3,
+            Self::Left => 4,
+            Self::Unmatched { .. } => 5,
+            Self::TooLarge { .. } => 6,
+            Self::NoAddresses { .. } => 7,
+            Self::GivenUp { .. } => 8,
+        }
+    }
+}
+
+#[cfg(feature = "cli")]
+impl serde::Serialize for PlanState {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        match self {
+            Self::None => serializer.serialize_none(),
+            other => serializer.collect_str(other),
+        }
+    }
+}
+
+impl fmt::Display for PlanState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("no plan is set"),
+            Self::Waiting => f.write_str("no request of more than 1 MiB came yet"),
+            Self::Followed => f.write_str("the plan is followed"),
+            Self::Ended => f.write_str("the plan was followed to its end"),
+            Self::Left => f.write_str("the plan was left: requests came that it did not foresee"),
+            Self::Unmatched { requests } => write!(
+                f,
+                "the plan is not followed: it foresaw none of {requests} requests of more than 1 MiB; make it from a run of this \
+                 program with the same settings"
+            ),
+            Self::TooLarge { bytes, limit } => write!(
+                f,
+                "the plan is not followed: it takes {} and the limit is {}; raise `limit` in XSEG_CONF",
+                human(*bytes),
+                human(*limit)
+            ),
+            Self::NoAddresses { bytes } => write!(
+                f,
+                "the plan is not followed: no range of {} is left of the heap's addresses; raise `reserve` in XSEG_CONF",
+                human(*bytes)
+            ),
+            Self::GivenUp { moves } => write!(
+                f,
+                "the plan was given up after {moves} moves of memory to its places: more is live than was recorded, or the \
+                 device lags further behind than `xseg plan --apart` says; make it anew"
+            ),
+        }
+    }
 }
 
 /// A plan that needs more moves than this, and one more for so many blocks, does not fit what the program does (its device
@@ -59,7 +168,19 @@ impl Planned {
         let plan = Plan::load(path).map_err(|error| Error::Plan { path: path.into(), why: error.to_string() })?;
         let matcher = Matcher::new(plan);
         let (top, repeats) = (matcher.top(), matcher.repeats());
-        Ok(Self { matcher: Mutex::new(matcher), top, repeats, area: OnceLock::new(), moved: AtomicU64::new(0) })
+        Ok(Self {
+            matcher: Mutex::new(matcher),
+            top,
+            repeats,
+            area: OnceLock::new(),
+            moved: AtomicU64::new(0),
+            told: AtomicU64::new(0),
+        })
+    }
+
+    /// Is it given up, when so many blocks got their places?
+    fn is_given_up(&self, blocks: u64) -> bool {
+        self.moved.load(Relaxed) > MOVES + blocks / BLOCKS_PER_MOVE
     }
 }
 
@@ -69,8 +190,8 @@ impl Inner {
         if wanted.bytes <= PLANNED_ABOVE || wanted.pool || wanted.align != 1 || wanted.segment >= FIRST_POOL {
             return None;
         }
-        let most = MOVES + self.counters.planned.load(Relaxed) / BLOCKS_PER_MOVE;
-        if planned.moved.load(Relaxed) > most {
+        if planned.is_given_up(self.counters.planned.load(Relaxed)) {
+            self.tell_plan(planned);
             return None;
         }
         let answer = planned.matcher.lock().request(wanted.len, wanted.stream.slot);
@@ -78,17 +199,56 @@ impl Inner {
         let wanted = Wanted { segment: LARGE, ..*wanted };
         match answer {
             Answer::At(offset) => {
-                let area = (*planned.area.get_or_init(|| self.plan_area(planned)))?;
+                let area = match planned.area.get_or_init(|| self.plan_area(planned)) {
+                    Ok(area) => *area,
+                    Err(_) => {
+                        self.tell_plan(planned);
+                        return None;
+                    }
+                };
                 let served = self.serve_at(planned, &wanted, area.start + offset, area);
                 let counter = if served.is_some() { &self.counters.planned } else { &self.counters.planned_elsewhere };
                 counter.fetch_add(1, Relaxed);
                 served.or_else(|| self.serve_apart(&wanted, area))
             }
             Answer::Apart => {
-                let area = (*planned.area.get()?)?;
+                let area = planned.area.get()?.ok()?;
                 self.serve_apart(&wanted, area)
             }
-            Answer::Anywhere => None,
+            Answer::Anywhere => {
+                if planned.area.get().is_none() && planned.told.load(Relaxed) == 0 {
+                    self.tell_plan(planned);
+                }
+                None
+            }
+        }
+    }
+
+    /// What became of the plan so far.
+    pub(super) fn plan_state(&self) -> PlanState {
+        let Some(planned) = &self.planned else { return PlanState::None };
+        let placed = self.counters.planned.load(Relaxed);
+        let moves = planned.moved.load(Relaxed);
+        match planned.area.get() {
+            Some(Err(why)) => *why,
+            _ if planned.is_given_up(placed) => PlanState::GivenUp { moves },
+            area => match planned.matcher.lock().standing() {
+                // Before the first that was foreseen and has a place there are no addresses.
+                Standing { requests: 0, .. } => PlanState::Waiting,
+                Standing { requests, .. } if area.is_none() => PlanState::Unmatched { requests },
+                Standing { ended: true, .. } => PlanState::Ended,
+                Standing { left: true, .. } => PlanState::Left,
+                Standing { .. } => PlanState::Followed,
+            },
+        }
+    }
+
+    /// Says that a plan is not followed, once for each reason.
+    #[cold]
+    fn tell_plan(&self, planned: &Planned) {
+        let state = self.plan_state();
+        if state.is_in_vain() && planned.told.swap(state.code(), Relaxed) != state.code() {
+            tracing::warn!("{state}");
         }
     }
 
@@ -152,21 +312,21 @@ impl Inner {
     }
 
     /// Chooses the plan's addresses: the end of the longest run that has no memory, away from where others grow.
-    fn plan_area(&self, planned: &Planned) -> Option<Area> {
-        let len = granule_ceil(planned.top).checked_mul(UNITS_PER_GRANULE)?;
-        if u64::from(len) * UNIT > self.limit.load(Relaxed) {
-            self.space.note("the plan is not followed: it takes more memory than the limit".into());
-            return None;
+    fn plan_area(&self, planned: &Planned) -> Result<Area, PlanState> {
+        let bytes = u64::from(granule_ceil(planned.top)) * GRANULE;
+        let none = PlanState::NoAddresses { bytes };
+        let len = u32::try_from(bytes / UNIT).map_err(|_| none)?;
+        let limit = self.limit.load(Relaxed);
+        if bytes > limit {
+            return Err(PlanState::TooLarge { bytes, limit });
         }
         let area = |start: u32| Area { start, end: start + len, repeats: planned.repeats };
-        let found = self.segment(LARGE).last_unmapped(len);
-        if found.is_some() {
-            return found.map(area);
+        if let Some(found) = self.segment(LARGE).last_unmapped(len) {
+            return Ok(area(found));
         }
-        let bytes = u64::from(len) * UNIT;
         let _slow = self.slow.lock();
-        self.add_span(LARGE, bytes, bytes).ok()?;
-        self.segment(LARGE).last_unmapped(len).map(area)
+        self.add_span(LARGE, bytes, bytes).map_err(|_| none)?;
+        self.segment(LARGE).last_unmapped(len).map(area).ok_or(none)
     }
 
     /// Granules that may be created before anything moves. What a plan takes is known: only a slack that was set is in

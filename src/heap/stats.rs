@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use super::inner::Inner;
+use super::planned::PlanState;
 use crate::backend::DriverCalls;
 use crate::segment::nodes::Kind;
 use crate::units::UNIT;
@@ -105,6 +106,8 @@ pub struct Stats {
     pub planned: u64,
     /// Blocks that the plan foresaw and that lie elsewhere, since their place was not free.
     pub planned_elsewhere: u64,
+    /// What became of the plan.
+    pub plan: PlanState,
     /// Driver calls so far, in handles.
     pub driver_calls: DriverCalls,
     /// Time in driver calls in nanoseconds: modelled on `sim` and `host`, measured on `cuda`.
@@ -150,6 +153,7 @@ impl Inner {
             bytes_created: get(&counters.bytes_created),
             planned: get(&counters.planned),
             planned_elsewhere: get(&counters.planned_elsewhere),
+            plan: self.plan_state(),
             driver_calls: self.driver.calls(),
             driver_nanos: self.driver.nanos().total(),
             driver_call_nanos: self.driver.nanos(),

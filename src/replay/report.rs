@@ -67,7 +67,7 @@ pub struct Report {
     /// What reading the trace made up, left out or repaired.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
-    /// What else the allocator has to say.
+    /// What else the allocator has to say: of xseg with a plan, what became of that.
     #[serde(skip_serializing_if = "serde_json::Value::is_null")]
     pub detail: serde_json::Value,
     /// What `xseg least` found; null inside where no limit was enough.
@@ -139,6 +139,13 @@ impl Report {
     #[must_use]
     pub fn is_good(&self) -> bool {
         self.completed && self.error.is_none() && self.mismatches.unwrap_or(0) == 0
+    }
+
+    /// Why the plan of the settings was of no use, if it was.
+    #[must_use]
+    pub fn plan_in_vain(&self) -> Option<&str> {
+        let plan = &self.detail["plan"];
+        plan["state"].as_str().filter(|_| plan["in_vain"] == true)
     }
 
     /// Share of the physical memory that no block needed at the peaks: 1 − peak allocated / peak reserved.

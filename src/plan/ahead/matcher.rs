@@ -39,6 +39,19 @@ pub(crate) struct Matcher {
     grams: Vec<(u64, u32)>,
     /// Slots of streams in order of appearance.
     roles: Vec<u16>,
+    /// Requests so far.
+    requests: u64,
+}
+
+/// How a plan and the requests so far stand to each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Standing {
+    /// Requests so far.
+    pub(crate) requests: u64,
+    /// A run that was planned as a whole is over.
+    pub(crate) ended: bool,
+    /// The plan counts as left.
+    pub(crate) left: bool,
 }
 
 impl Matcher {
@@ -56,11 +69,16 @@ impl Matcher {
         grams.sort_unstable();
         grams.dedup();
         let (window, roles) = (Vec::with_capacity(gram), Vec::new());
-        Self { plan, next: Some(0), strangers: 0, again: 0, window, gram, grams, roles }
+        Self { plan, next: Some(0), strangers: 0, again: 0, window, gram, grams, roles, requests: 0 }
+    }
+
+    pub(crate) fn standing(&self) -> Standing {
+        Standing { requests: self.requests, ended: self.next.is_none(), left: self.strangers > STRANGERS }
     }
 
     /// Notes a request of `len` units by the stream with this slot, and says what the plan makes of it.
     pub(crate) fn request(&mut self, len: u32, slot: u16) -> Answer {
+        self.requests += 1;
         let token = token(len, self.role(slot));
         if let Some(next) = self.next
             && self.strangers <= STRANGERS
