@@ -45,7 +45,7 @@ const fn floor_pow2(n: u64) -> u32 {
 /// Largest handle for a large request of `asked` under a limit, while `headroom` may still be created: `taken` and `freed`
 /// are what large blocks were given and gave back so far, in any one unit.
 pub(crate) fn handle_size(asked: u64, limit: u64, headroom: u64, handle_max: u32, (taken, freed): (u64, u64)) -> u32 {
-    let share = if freed.saturating_mul(CHURN_AFTER) < taken {
+    let share = if freed.saturating_mul(CHURN_AFTER) < taken.max(1) {
         limit / STAYING
     } else {
         // Half a granule less: so much is lost at a block's edge whatever the handle, and in a small heap it counts.
@@ -87,6 +87,7 @@ mod tests {
         let gib = 512;
         let size = |limit, headroom, churn| handle_size(64, limit, headroom, 32, churn);
         assert_eq!(size(24 * gib, 24 * gib, (100, 0)), 32);
+        assert_eq!(size(24 * gib, 24 * gib, (0, 0)), 32, "the first block");
         assert_eq!(size(24 * gib, 24 * gib, (100, 33)), 32);
         assert_eq!(size(24 * gib, 24 * gib, (100, 34)), 16);
         assert_eq!(size(u64::MAX / 4, u64::MAX / 4, (100, 90)), 32);
