@@ -149,6 +149,19 @@ pub struct Config {
     pub wait_limit: Duration,
 }
 
+impl Config {
+    /// The limit in bytes on a device with `total` bytes of memory; `u64::MAX`: none.
+    pub(crate) fn limit_on(&self, total: u64) -> u64 {
+        match self.limit {
+            Some(SizeOrShare::Bytes(bytes)) => bytes,
+            Some(SizeOrShare::Share(share)) => (total as f64 * share) as u64,
+            None if total == u64::MAX => u64::MAX,
+            // Others need some: the driver loads kernels into it.
+            None => total - (total / 100).max(512 * MIB).min(total),
+        }
+    }
+}
+
 impl Default for Config {
     fn default() -> Self {
         Self {

@@ -54,6 +54,15 @@ pub(crate) fn handle_size(asked: u64, limit: u64, headroom: u64, handle_max: u32
     handle_max.min(floor_pow2(share.max(asked / REQUEST).min(headroom / LAST)))
 }
 
+/// Largest handles for memory that stays and for memory that comes and goes, under a limit and with all of it left, whatever
+/// the request: what `handle_max` comes to.
+#[cfg(feature = "cli")]
+pub(crate) fn largest_handles(limit: u64, handle_max: u32, eager: bool) -> (u32, u32) {
+    let most = if eager { eager_handle_size(0, handle_max) } else { handle_max };
+    let size = |churn| handle_size(0, limit, limit, most, churn);
+    (size((1, 0)), size((1, 1)))
+}
+
 /// Largest handle of `defrag:eager` after reserved was `crowded` times above what the slack allows when memory was planned
 /// for: each time idle memory in partly live handles was in the way, and half the size leaves half of it.
 pub(crate) fn eager_handle_size(crowded: u32, handle_max: u32) -> u32 {
@@ -95,6 +104,16 @@ mod tests {
         assert_eq!(size(32, 32, (1, 1)), 1);
         assert_eq!(size(24 * gib, 100, (100, 0)), 4);
         assert_eq!(size(24 * gib, 0, (100, 0)), 1);
+    }
+
+    #[test]
+    #[cfg(feature = "cli")]
+    fn the_largest_handles_are_what_the_limit_allows() {
+        let gib = 512;
+        assert_eq!(largest_handles(u64::MAX / 4, 16, false), (16, 16));
+        assert_eq!(largest_handles(8 * gib, 16, false), (8, 4));
+        assert_eq!(largest_handles(8 * gib, 16, true), (4, 4));
+        assert_eq!(largest_handles(1, 16, false), (1, 1));
     }
 
     #[test]

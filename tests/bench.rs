@@ -215,12 +215,13 @@ fn bad_usage_and_input_are_status_2_with_advice() {
         (&["--skip", "all"], "least, moving, classic"),
         (&["--conf", "limt:4G"], "did you mean `limit`"),
         (&["--workload", "none", "--skip", "moving,classic"], "there is nothing to run"),
-        (&["--limit", "1.02"], "write 1.02x"),
+        (&["--limit", "1.02"], "1.02x was probably meant"),
         (&["--limit", "0x"], "such as 1.02x"),
         (&[own, "--limit", "0.01x"], "less than one granule"),
         (&["--jobs", "0"], "from 1"),
         (&["--also", "classic", "--skip", "classic"], "keep one of the two"),
         (&["/no/such.trace"], "check the path"),
+        (&["/no/such.trace"], "no trace that was named can be used, so nothing was run"),
     ];
     for (args, advice) in cases {
         let done = bench(&[args, &["--out", out][..]].concat());

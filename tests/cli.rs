@@ -230,6 +230,42 @@ fn info_lists_the_backends() {
 }
 
 #[test]
+fn info_shows_what_the_settings_come_to() {
+    let of_sim = |conf: &str| json(&with_conf(&["info", "--json"], Some(conf))).remove(2);
+    let sizes = |info: &Value| ["limit", "handles_staying", "handles_churning"].map(|field| info[field].as_u64());
+    assert_eq!(sizes(&of_sim("")), [None, Some(32 * MIB), Some(32 * MIB)]);
+    assert_eq!(sizes(&of_sim("limit:8GiB")), [Some(8 << 30), Some(16 * MIB), Some(8 * MIB)]);
+    assert_eq!(sizes(&of_sim("limit:8GiB,handle_max:4MiB")), [Some(8 << 30), Some(4 * MIB), Some(4 * MIB)]);
+    let shown = with_conf(&["info"], Some("limit:8GiB"));
+    let line = "limit: 8.000 GiB; pieces of memory of up to 16.000 MiB, 8.000 MiB once memory comes and goes";
+    assert!(out(&shown).contains(line), "{}", out(&shown));
+    // A plan that does not fit, and one that is none.
+    let folder = tempfile::tempdir().unwrap();
+    let plan = file(&folder, "run.plan", "xseg plan 1\nblocks 1 step 1 top 8192\n8192 0 1 0\n");
+    let plan = format!("backend:sim,plan:{plan}");
+    assert!(!out(&with_conf(&["info"], Some(&plan))).contains("plan is not followed"));
+    let shown = with_conf(&["info"], Some(&format!("{plan},limit:2MiB")));
+    assert!(
+        out(&shown).contains("the plan is not followed: it takes 4.000 MiB and the limit is 2.000 MiB"),
+        "{shown:?}"
+    );
+    let refused = with_conf(&["info"], Some("plan:/no/such.plan"));
+    assert!(refused.status.code() == Some(2) && err(&refused).contains("cannot read the plan"), "{refused:?}");
+}
+
+/// Where the backend of `XSEG_CONF` cannot be used, no program that reads it can start.
+#[test]
+fn info_fails_where_the_backend_that_is_set_does_not_work() {
+    let output = with_conf(&["info"], Some("backend:cuda=999"));
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    assert!(
+        err(&output).contains("XSEG_CONF sets backend:cuda=999, and the cuda backend is not available"),
+        "{output:?}"
+    );
+    assert!(out(&output).contains("cuda: not available") && out(&output).contains("sim: simulated device"));
+}
+
+#[test]
 fn bad_usage_and_input_are_status_2_with_advice() {
     let folder = tempfile::tempdir().unwrap();
     let good = file(&folder, "good.trace", GAPS);
@@ -243,9 +279,11 @@ fn bad_usage_and_input_are_status_2_with_advice() {
         (&["replay", &bad, "--backend", "sim"], "line 2: block 1 is not live"),
         (&["replay", &good, "--backend", "tpu"], "auto, cuda, cuda=N"),
         (&["replay", &good, "--limit", "lots"], "1.02x"),
-        (&["replay", &good, "--limit", "1"], "at least 2MiB"),
-        (&["replay", &good, "--limit", "1.02"], "write 1.02x"),
-        (&["least", &good, "--limit", "1.02"], "write 1.02x"),
+        (&["replay", &good, "--limit", "1"], "1x was probably meant"),
+        (&["replay", &good, "--limit", "1.02"], "1.02x was probably meant"),
+        (&["least", &good, "--limit", "1.02"], "1.02x was probably meant"),
+        (&["replay", &good, "--limit", "0"], "at least 2MiB"),
+        (&["replay", &good, "--conf", "limit:1.02x"], "a factor of a trace's peak is for `--limit`"),
         (&["least", &good, "--limit", "1.02x"], "leave --limit out"),
         (&["replay", &good, "--limit", "0x"], "such as 1.02x"),
         (&["replay", &good, "--limit", "0.01x"], "at least 2MiB"),

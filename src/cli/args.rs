@@ -130,9 +130,10 @@ pub(super) fn limit(text: &str) -> Result<Limit, String> {
     match bytes >= GRANULE {
         true => Ok(Limit::Bytes(bytes)),
         // A bare number this small is a factor whose x was forgotten.
-        false if Ratio::parse(text).is_some_and(|number| number.value() > 0.0) => {
-            Err(format!("it is {bytes} bytes; write {text}x for that many times the peak, or a size of at least 2MiB"))
-        }
+        false if Ratio::parse(text).is_some_and(|number| number.value() > 0.0) => Err(format!(
+            "{text}x was probably meant, that many times the trace's peak; as a size it would be {text} bytes, and the least \
+                 is 2MiB"
+        )),
         false => Err(below_a_granule(bytes)),
     }
 }
@@ -206,7 +207,7 @@ mod tests {
         assert_eq!(bytes("99999999x"), round_down(99_999_999 * (1000 * GRANULE + 5), GRANULE));
         assert!(limit("x").is_err() && limit("-1x").is_err() && limit("10GB").is_err());
         let advice = limit("1.02").unwrap_err();
-        assert!(advice.contains("1.02x") && advice.contains("at least 2MiB"), "{advice}");
+        assert!(advice.starts_with("1.02x was probably meant") && advice.contains("the least is 2MiB"), "{advice}");
         for low in ["0", "0x", "0.000x", "0.005x", "1", "2097151", "1K"] {
             assert!(limit(low).is_err(), "{low}");
         }

@@ -106,7 +106,12 @@ pub(super) fn bench(args: &BenchArgs, out: &mut dyn Write) -> Result<u8, Failure
     let (workloads, wrong) = workloads(args, &bar)?;
     bar.aside(|| wrong.iter().for_each(|why| complain(why)));
     if workloads.is_empty() && (!wrong.is_empty() || !["moving", "classic"].iter().any(|part| does(args, part))) {
-        return Err(Failure::Usage("there is nothing to run; name a trace or --workload all".into()));
+        let why = match wrong.is_empty() {
+            true => "there is nothing to run; name a trace or --workload all",
+            // What is wrong with each was said.
+            false => "no trace that was named can be used, so nothing was run",
+        };
+        return Err(Failure::Usage(why.into()));
     }
     if let Some(both) = args.also.iter().find(|part| args.skip.contains(part)) {
         return Err(Failure::Usage(format!("{both} is in --also and in --skip; keep one of the two")));

@@ -5,8 +5,11 @@ use super::args::{self, ConfArgs, InfoArgs};
 use super::{Failure, tables};
 use crate::backend::{self, cost};
 use crate::conf::KEYS;
-use crate::config::BackendChoice;
-use crate::units::human;
+use crate::config::{BackendChoice, Config, Defrag};
+use crate::heap::PlanState;
+use crate::plan::ahead::Plan;
+use crate::policy;
+use crate::units::{GRANULE, human};
 use serde::Serialize;
 use std::io::Write;
 
@@ -47,6 +50,11 @@ struct Info {
     free: Option<u64>,
     total: Option<u64>,
     granularity: Option<u64>,
+    /// Most physical memory of a heap with the present settings; null: no bound.
+    limit: Option<u64>,
+    /// Largest pieces of memory that it makes under that limit, for memory that stays and for memory that comes and goes.
+    handles_staying: Option<u64>,
+    handles_churning: Option<u64>,
     context_events: Option<bool>,
     concurrent_remap: Option<bool>,
     notes: Vec<String>,
@@ -57,13 +65,29 @@ struct Info {
 pub(super) fn info(args: &InfoArgs, out: &mut dyn Write) -> Result<u8, Failure> {
     // Wrong settings are found here too, before anything else is shown.
     let config = args::layered(None).and_then(|config| args::with_limit(&config, None)).map_err(Failure::Usage)?;
-    let choices = [("cuda", BackendChoice::Cuda(0)), ("host", BackendChoice::Host), ("sim", BackendChoice::Sim)];
-    let mut auto = None;
+    let plan = config.plan.as_deref().map(|path| Plan::load(path).map(|plan| plan.top())).transpose();
+    let plan = plan.map_err(|error| Failure::Usage(format!("plan in XSEG_CONF: {error}")))?;
+    let device = if let BackendChoice::Cuda(device) = config.backend { device } else { 0 };
+    let choices = [("cuda", BackendChoice::Cuda(device)), ("host", BackendChoice::Host), ("sim", BackendChoice::Sim)];
+    let named = KEYS.iter().find(|key| key.name == "backend").map(|key| key.show(&config)).unwrap_or_default();
+    let (mut auto, mut usable) = (None, Ok(()));
     for (name, choice) in choices {
-        let mut info = look(name, choice);
-        info.auto = info.available && auto.is_none();
+        let mut info = look(name, choice, &config);
+        // Of several GPUs `auto` takes the first, whichever is set.
+        let works = match choice {
+            BackendChoice::Cuda(1..) => backend::open_with(BackendChoice::Cuda(0), &config).is_ok(),
+            _ => info.available,
+        };
+        info.auto = works && auto.is_none();
         if info.auto {
             auto = Some(name);
+        }
+        let limit = info.limit.unwrap_or(u64::MAX);
+        if let Some(bytes) = plan.filter(|bytes| info.available && *bytes > limit) {
+            info.notes.push(PlanState::TooLarge { bytes, limit }.to_string());
+        }
+        if let Some(why) = info.why_not.as_ref().filter(|_| choice == config.backend) {
+            usable = Err(Failure::Usage(format!("XSEG_CONF sets backend:{named}, and {why}")));
         }
         if args.json {
             let line = serde_json::to_string(&info).map_err(std::io::Error::from)?;
@@ -76,16 +100,15 @@ pub(super) fn info(args: &InfoArgs, out: &mut dyn Write) -> Result<u8, Failure> 
         if let Some(auto) = auto {
             writeln!(out, "backend:auto is {auto} here")?;
         }
-        let set = KEYS.iter().find(|key| key.name == "backend").map(|key| key.show(&config));
-        if let Some(set) = set.filter(|set| set != "auto") {
-            writeln!(out, "XSEG_CONF sets backend:{set}")?;
+        if config.backend != BackendChoice::Auto {
+            writeln!(out, "XSEG_CONF sets backend:{named}")?;
         }
         writeln!(out, "xseg {}", env!("CARGO_PKG_VERSION"))?;
     }
-    Ok(0)
+    usable.map(|()| 0)
 }
 
-fn look(name: &'static str, choice: BackendChoice) -> Info {
+fn look(name: &'static str, choice: BackendChoice, config: &Config) -> Info {
     let driver_time = if name == "cuda" { "measured".to_owned() } else { format!("modelled by {}", cost::MODEL) };
     let mut info = Info {
         backend: name,
@@ -96,12 +119,15 @@ fn look(name: &'static str, choice: BackendChoice) -> Info {
         free: None,
         total: None,
         granularity: None,
+        limit: None,
+        handles_staying: None,
+        handles_churning: None,
         context_events: None,
         concurrent_remap: None,
         notes: Vec::new(),
         driver_time,
     };
-    match backend::open(choice) {
+    match backend::open_with(choice, config) {
         Ok(backend) => {
             let capabilities = backend.capabilities();
             info.available = true;
@@ -115,6 +141,13 @@ fn look(name: &'static str, choice: BackendChoice) -> Info {
                     // No bound is null, as a limit that is not there.
                     info.free = (memory.free != u64::MAX).then_some(memory.free);
                     info.total = (memory.total != u64::MAX).then_some(memory.total);
+                    let (limit, most) = (config.limit_on(memory.total), config.handle_max / GRANULE);
+                    info.limit = (limit != u64::MAX).then_some(limit);
+                    let most = u32::try_from(most).unwrap_or(u32::MAX);
+                    let (staying, churning) =
+                        policy::largest_handles(limit / GRANULE, most, config.defrag == Defrag::Eager);
+                    info.handles_staying = Some(u64::from(staying) * GRANULE);
+                    info.handles_churning = Some(u64::from(churning) * GRANULE);
                 }
                 Err(error) => info.notes.push(error.to_string()),
             }
@@ -135,6 +168,11 @@ fn tell(info: &Info, out: &mut dyn Write) -> Result<(), Failure> {
         Some(_) => writeln!(out, "  memory: {} free of {}", size(info.free), size(info.total))?,
         None => writeln!(out, "  memory: no bound")?,
     }
+    let limit = info.limit.map_or_else(|| "none".to_owned(), human);
+    let (staying, churning) = (size(info.handles_staying), size(info.handles_churning));
+    let pieces =
+        if staying == churning { staying } else { format!("{staying}, {churning} once memory comes and goes") };
+    writeln!(out, "  limit: {limit}; pieces of memory of up to {pieces}")?;
     writeln!(out, "  granule of the driver: {}", size(info.granularity))?;
     let yes = |flag: Option<bool>| if flag == Some(true) { "yes" } else { "no" };
     writeln!(out, "  one event for all streams of the context: {}", yes(info.context_events))?;

@@ -67,6 +67,9 @@ pub const KEYS: [Key; 19] = [
         set: |c, v| {
             c.limit = match v {
                 "auto" => None,
+                v if v.strip_suffix('x').is_some_and(|number| factor(number).is_ok()) => {
+                    return Err("a factor of a trace's peak is for `--limit` of `xseg replay`".into());
+                }
                 v if v.ends_with('%') => Some(SizeOrShare::Share(positive(between(share(v)?, 0.0, 1.0)?)?)),
                 v => Some(SizeOrShare::Bytes(within(size(v)?, GRANULE, SIZE_MAX)?)),
             };
@@ -107,7 +110,9 @@ pub const KEYS: [Key; 19] = [
     },
     Key {
         name: "handle_max",
-        meaning: "largest piece of physical memory; large ones cost fewer driver calls, small ones fit tighter",
+        meaning: "largest piece of physical memory; large ones cost fewer driver calls, small ones fit tighter; under a limit \
+                  pieces are at most a 384th of it, a 700th once memory comes and goes, or an 80th of the request if that is \
+                  more, and smaller as memory fills (`xseg info` shows the sizes)",
         values: "a multiple of 2MiB, up to 1GiB",
         default: "32MiB",
         show: |c| size_text(c.handle_max),

@@ -7,9 +7,9 @@ use super::planned::Planned;
 use crate::backend::driver::Driver;
 use crate::backend::nvtx::Nvtx;
 use crate::backend::{Backend, MappingCallback};
-use crate::config::{Config, RemapMode, SizeOrShare};
+use crate::config::{Config, RemapMode};
 use crate::error::{Error, Result};
-use crate::units::{GIB, GRANULE, MIB, round_down};
+use crate::units::{GIB, GRANULE, round_down};
 use std::fmt;
 use std::sync::Arc;
 
@@ -78,13 +78,7 @@ impl HeapBuilder {
             None => crate::backend::open_with(self.config.backend, &self.config)?,
         };
         let total = backend.memory()?.total;
-        let limit = match self.config.limit {
-            Some(SizeOrShare::Bytes(bytes)) => bytes,
-            Some(SizeOrShare::Share(share)) => (total as f64 * share) as u64,
-            None if total == u64::MAX => u64::MAX,
-            // Others need some: the driver loads kernels into it.
-            None => total - (total / 100).max(512 * MIB).min(total),
-        };
+        let limit = self.config.limit_on(total);
         let quiesce = match self.config.remap {
             RemapMode::Quiesce => true,
             RemapMode::Concurrent => false,

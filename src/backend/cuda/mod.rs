@@ -43,8 +43,12 @@ mod sys;
 
 fn initialised() -> Result<&'static Api, Error> {
     let api = Api::load().map_err(unavailable)?;
-    api.init()
-        .map_err(|error| unavailable(format!("{}; check `nvidia-smi` and CUDA_VISIBLE_DEVICES", error.reason)))?;
+    api.init().map_err(|error| {
+        unavailable(format!(
+            "{}; check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or do without by `backend:host` in XSEG_CONF",
+            error.reason
+        ))
+    })?;
     Ok(api)
 }
 

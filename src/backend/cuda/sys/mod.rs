@@ -6,6 +6,7 @@
 
 use crate::error::{DriverCall, DriverError};
 use cudarc::driver::sys::{self, CUresult};
+use std::error::Error as _;
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr::{null_mut, with_exposed_provenance_mut};
 use std::sync::OnceLock;
@@ -151,9 +152,17 @@ impl Api {
         let library = ["libcuda.so", "libcuda.so.1"].into_iter().find_map(|name| {
             // SAFETY: the driver's library runs constructors of NVIDIA's that have no conditions.
             let loaded = unsafe { libloading::Library::new(name) };
-            loaded.map_err(|error| failure = error.to_string()).ok()
+            // The loader's own words, where there are any.
+            let words =
+                |error: &libloading::Error| error.source().map_or_else(|| error.to_string(), ToString::to_string);
+            loaded.map_err(|error| failure = words(&error)).ok()
         });
-        let library = library.ok_or_else(|| format!("the CUDA driver cannot be loaded ({failure}); install it"))?;
+        let library = library.ok_or_else(|| {
+            format!(
+                "the CUDA driver's library libcuda.so.1 cannot be loaded ({failure}); install it with NVIDIA's driver, give a \
+                 container its GPUs, or do without by `backend:host` in XSEG_CONF"
+            )
+        })?;
         let missing: Vec<&str> = REQUIRED.into_iter().filter(|name| !has_symbol(&library, name)).collect();
         if !missing.is_empty() {
             return Err(format!("the CUDA driver has no {}; install one for CUDA 11.2 or later", missing.join(", ")));
