@@ -64,7 +64,7 @@ pub(crate) fn subject_for(request: &Request<'_>) -> Result<Opened, String> {
     }
     let heap = Heap::builder().config(request.config.clone()).backend(backend).build();
     let heap = heap.map_err(|error| error.to_string())?;
-    let subject = Box::new(Xseg { heap, left, stream, watch, allocated: 0 });
+    let subject = Box::new(Xseg { heap, left, stream, watch, locked: None, allocated: 0 });
     Ok(Opened { subject, clock, device, backend: kind })
 }
 
@@ -211,6 +211,8 @@ struct Xseg {
     left: Left,
     stream: StreamOf,
     watch: Option<Arc<GaugeBackend>>,
+    /// What the last refusal said of partly live handles.
+    locked: Option<u64>,
     /// Bytes in live blocks, where there is a watch.
     allocated: u64,
 }
@@ -231,7 +233,11 @@ impl Subject for Xseg {
 
     fn alloc(&mut self, bytes: u64, stream: u64) -> Result<u64, SubjectError> {
         let stream = (self.stream)(stream)?;
-        let address = self.heap.alloc_raw(bytes, stream)?;
+        let address = self.heap.alloc_raw(bytes, stream).inspect_err(|error| {
+            if let Error::OutOfMemory(state) = error {
+                self.locked = Some(state.partly_live);
+            }
+        })?;
         self.allocated += bytes.max(1).next_multiple_of(UNIT);
         Ok(address)
     }
@@ -271,6 +277,10 @@ impl Subject for Xseg {
                 } }),
             },
         }
+    }
+
+    fn locked(&self) -> Option<u64> {
+        self.locked
     }
 
     fn gauge(&self) -> Gauge {

@@ -122,8 +122,35 @@ fn least_is_the_first_of_21_steps() {
     assert_eq!((report["limit"].as_u64(), report["completed"].as_bool()), (Some(least), Some(true)));
     assert!((80 * MIB..=100 * MIB).contains(&least), "{report}");
     assert_eq!(report["least_factor"].as_f64(), Some(least as f64 / (80 * MIB) as f64));
+    assert_eq!((&report["failing_limit"], &report["failing_locked"]), (&Value::Null, &Value::Null), "none below");
     let misused = xseg(&["least", &trace, "--limit", "1G"]);
     assert!(misused.status.code() == Some(2) && err(&misused).contains("leave --limit out"));
+}
+
+/// What was locked just below the least limit is what the error there says of handles shared with live blocks.
+#[test]
+fn least_says_what_partly_live_handles_kept_just_below_it() {
+    let trace = shipped("gpt2.trace.xz");
+    let trace = trace.to_str().unwrap();
+    let report = json(&xseg(&["least", trace, "--backend", "sim", "--json"])).remove(0);
+    let (limit, least) = (report["failing_limit"].as_u64().unwrap(), report["least"].as_u64().unwrap());
+    let step = report["peak_requested"].as_u64().unwrap() / 2000;
+    assert!(limit < least && least - limit <= step + 2 * MIB, "the step below: {report}");
+    let failed = xseg(&["replay", trace, "--backend", "sim", "--limit", &limit.to_string(), "--json"]);
+    assert_eq!(failed.status.code(), Some(1));
+    let error = json(&failed).remove(0)["error"].as_str().unwrap().to_owned();
+    let locked = report["failing_locked"].as_u64().unwrap();
+    assert!(
+        error.contains(&format!("{:.3} MiB shares handles with live blocks", locked as f64 / MIB as f64)),
+        "{error}"
+    );
+    assert!(locked > 10 * MIB, "{locked}");
+    let shown = xseg(&["least", trace, "--backend", "sim"]);
+    let cell = out(&shown).lines().find(|line| line.contains("gpt2 ")).unwrap().split('┆').nth(4).unwrap();
+    assert_eq!(cell.trim(), format!("{:.0}", locked as f64 / MIB as f64));
+    // Models of other designs do not know.
+    let report = json(&xseg(&["least", trace, "--backend", "sim", "--allocator", "torch-native", "--json"])).remove(0);
+    assert!(report["failing_limit"].as_u64().is_some() && report["failing_locked"].is_null(), "{report}");
 }
 
 /// What `least` shows, typed back as a limit, is enough.

@@ -34,13 +34,19 @@ pub(super) fn least(args: &RunArgs, out: &mut dyn Write) -> Result<u8, Failure> 
     let mut session = Session::new(args)?;
     session.each(out, |session, trace, allocator| {
         let peak = trace.peak_requested();
+        let mut failed = Vec::new();
         let found = least::search(peak, |limit| {
             let factor = limit as f64 / peak as f64;
             session.progress.spin(format!("{} with {allocator}: trying {factor:.4} times peak requested", trace.name));
-            session.run(trace, allocator, Some(limit), false).map(|run| run.outcome.completed())
+            let Run { outcome, .. } = session.run(trace, allocator, Some(limit), false)?;
+            if !outcome.completed() {
+                failed.push((limit, outcome.locked));
+            }
+            Ok::<_, String>(outcome.completed())
         })?;
         let mut report = session.report(trace, allocator, Some(found.unwrap_or(4 * peak)))?;
-        report.set_least(found);
+        let below = |limit: u64| found.is_none_or(|found| limit < found);
+        report.set_least(found, failed.into_iter().filter(|one| below(one.0)).max_by_key(|one| one.0));
         Ok(report)
     })?;
     session.finish(out, tables::leasts)

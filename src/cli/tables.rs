@@ -4,7 +4,7 @@
 use crate::backend::cost::MODEL;
 use crate::replay::Report;
 use crate::suite::report::grid;
-use crate::units::{GIB, counted};
+use crate::units::{GIB, MIB, counted};
 use comfy_table::{Cell, CellAlignment, ColumnConstraint, ContentArrangement, Table, presets};
 
 /// Width of wrapped text where stdout is no terminal.
@@ -92,6 +92,7 @@ pub(super) fn leasts(reports: &[Report]) -> String {
         "requested\nGiB",
         "least limit\nGiB",
         "least /\nrequested",
+        "locked MiB\njust below",
         "handles\nmoved there",
         "driver ms\nthere",
         "result",
@@ -104,12 +105,15 @@ pub(super) fn leasts(reports: &[Report]) -> String {
             gib(report.peak_requested),
             found.least.map_or_else(|| right("none"), gib),
             right(found.least_factor.map_or_else(|| "none".to_owned(), |factor| format!("{:.4}", at_least(factor)))),
+            right(found.failing_locked.map_or_else(String::new, |bytes| format!("{:.0}", bytes as f64 / MIB as f64))),
             right(report.handles_moved),
             right(format!("{:.1}", report.driver_ms)),
             Cell::new(result(report)),
         ]);
     }
-    with_footer(table, &[5, 6, 2], reports)
+    let legend = "requested: most bytes live at once; locked just below: free memory beside live blocks in pieces that cannot be \
+                  split, when the highest limit that failed below the least one ran out; there: at the least limit";
+    format!("{}\n{}", with_footer(table, &[5, 6, 7, 2], reports), grid::wrapped(legend, footer_width()))
 }
 
 fn result(report: &Report) -> String {

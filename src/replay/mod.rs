@@ -55,6 +55,8 @@ pub struct Outcome {
     pub stopped: Option<SubjectError>,
     /// The allocator's figures after the last event.
     pub figures: Figures,
+    /// Free bytes in handles that live blocks hold, when the allocator last refused a request, where it knows.
+    pub locked: Option<u64>,
     /// Driver time of giving everything back.
     pub teardown: Duration,
     /// Why giving everything back failed, if it did.
@@ -88,14 +90,15 @@ pub fn replay(trace: &Trace, subject: &mut dyn Subject, options: &mut Options<'_
         None => run(trace, subject, options, &mut addresses),
     };
     let wall = start.elapsed();
-    let figures = subject.figures();
+    let (figures, locked) = (subject.figures(), subject.locked());
     let findings = options.device.as_ref().map(|device| {
         device.run_all();
         device.findings()
     });
     let teardown_error = subject.finish().err();
     let teardown = subject.figures().driver_nanos.saturating_sub(figures.driver_nanos);
-    Outcome { events_run, stopped, figures, teardown: Duration::from_nanos(teardown), teardown_error, wall, findings }
+    let teardown = Duration::from_nanos(teardown);
+    Outcome { events_run, stopped, figures, locked, teardown, teardown_error, wall, findings }
 }
 
 /// Runs the events; how many, and what ended them early.

@@ -82,6 +82,10 @@ pub struct LeastFields {
     pub least: Option<u64>,
     /// It divided by peak requested.
     pub least_factor: Option<f64>,
+    /// The highest limit below it that was tried and failed, in bytes; none where the lowest one completed.
+    pub failing_limit: Option<u64>,
+    /// Free bytes in handles that live blocks hold, when the replay failed there: what smaller handles would have given.
+    pub failing_locked: Option<u64>,
 }
 
 impl Report {
@@ -129,10 +133,12 @@ impl Report {
         }
     }
 
-    /// Adds the answer of `xseg least`, in bytes; `None`: no limit was enough.
-    pub fn set_least(&mut self, least: Option<u64>) {
+    /// Adds the answer of `xseg least`, in bytes; `None`: no limit was enough. `failing`: the highest limit below it that
+    /// failed, and what was locked in partly live handles then.
+    pub fn set_least(&mut self, least: Option<u64>, failing: Option<(u64, Option<u64>)>) {
         let least_factor = least.map(|least| least as f64 / self.peak_requested as f64);
-        self.least = Some(LeastFields { least, least_factor });
+        let (failing_limit, failing_locked) = (failing.map(|one| one.0), failing.and_then(|one| one.1));
+        self.least = Some(LeastFields { least, least_factor, failing_limit, failing_locked });
     }
 
     /// Completed, gave everything back, and found no mismatch?

@@ -75,6 +75,11 @@ pub trait Subject {
     /// What it did so far.
     fn figures(&self) -> Figures;
 
+    /// Free bytes in handles that live blocks hold, when it last refused a request; `None`: it does not know.
+    fn locked(&self) -> Option<u64> {
+        None
+    }
+
     /// What it holds and has cost now. By default from [`Subject::figures`]; an allocator for which that is
     /// dear, or does deferred work, answers by itself.
     fn gauge(&self) -> Gauge {
