@@ -11,24 +11,32 @@ use std::time::Duration;
 
 pub(super) const REPLAY_EXAMPLES: &str = "\
 Examples:
-  xseg replay traces                                    all shipped traces, in a table
-  xseg replay run.pickle --limit 40G --backend sim      what a PyTorch snapshot would have needed
+  xseg replay traces --backend sim                      all shipped traces, in a table
+  xseg replay run.pickle --limit 40G --backend sim      would a recorded run have fitted into 40 GiB?
   xseg replay traces/moe.trace.xz --backend host --verify --limit 1.05x --gpu-lag 20ms
   xseg replay traces --backend cuda --verify --limit 1.02x
-  xseg replay traces --allocator all --json             every allocator, one JSON object a line";
+  xseg replay traces --allocator all --json             every allocator, one JSON object a line
+
+A replay makes the requests of the trace one after the other, with no kernels between, and stops at the first that is refused. \
+Exit status: 0 when all completed, 1 when one was refused memory, failed or found a mismatch, 2 for input that cannot be used.";
 
 /// What is read, and how much of it.
 pub(super) const INPUTS: &str = "\
-Traces are text (.trace, up to 4 GiB unfolded) and PyTorch snapshots (.pickle, up to 256 MiB unfolded; recorded by \
-torch.cuda.memory._record_memory_history(context=None), which leaves out the stacks, they are small), each also as .xz or .zst.";
+A trace is the list of a run's allocations and frees. Of a run under PyTorch: \
+torch.cuda.memory._record_memory_history(context=None) before it, torch.cuda.memory._dump_snapshot(\"run.pickle\") after it. \
+Traces are text (.trace, up to 4 GiB unfolded) and PyTorch snapshots (.pickle, up to 256 MiB unfolded; \
+without stacks, as above, they are small), each also as .xz or .zst.";
 
 pub(super) const LEAST_EXAMPLES: &str = "\
 Examples:
-  xseg least traces --backend sim
+  xseg least traces --backend sim                       in seconds; other backends do every replay for real
   xseg least traces/fsdp.trace.xz --conf handle_max:20MiB --json
 
-Limits are tried in steps of 0.05 % of peak requested, rounded down to 2 MiB. The answer is the lowest step \
-that completes together with the 20 steps above it.";
+How little memory is enough? The trace is replayed under one limit after the other, in steps of 0.05 % of the most bytes that \
+it has live at once, rounded down to 2 MiB. The answer is the lowest step that completes together with the 20 steps above it, \
+so that no lucky one counts; as a factor it can be given to `xseg replay --limit`. The other figures are of the replay at that \
+limit, but for what was locked just below it: free memory in pieces that live blocks hold, which a smaller `handle_max` makes \
+less, for more driver calls. Exit status: as of `xseg replay`.";
 
 pub(super) const PLAN_EXAMPLES: &str = "\
 Examples:
@@ -44,22 +52,27 @@ pub(super) struct RunArgs {
     /// Trace files (.trace, PyTorch snapshot .pickle, each also .xz or .zst) or folders of them
     #[arg(required = true, value_name = "TRACE")]
     pub(super) traces: Vec<PathBuf>,
-    /// Where memory comes from: auto, cuda, cuda=N, host or sim (no memory; calls are counted and priced)
+    /// Where memory comes from: cuda, cuda=N, host (really remapped) or sim (no memory; calls are counted and priced); auto,
+    /// the default, is cuda where there is a GPU, else host
     #[arg(long, value_name = "BACKEND")]
     pub(super) backend: Option<String>,
-    /// Most physical memory: a size such as 40G, or a factor of the trace's peak such as 1.02x
+    /// Most physical memory: a size such as 40G, or 1.02x for that many times the most bytes that the trace has live at once;
+    /// by default that of `limit` in the settings
     #[arg(long, value_name = "SIZE|FACTORx", value_parser = limit)]
     pub(super) limit: Option<Limit>,
     /// Settings over those of `XSEG_CONF`, in the same form: key:value,key:value
     #[arg(long, value_name = "CONF")]
     pub(super) conf: Option<String>,
-    /// Allocator to replay against, or `all`; all but xseg are models of other designs, which run on sim
-    #[arg(long, value_name = "NAME", default_value = "xseg")]
+    // Its help names them all.
+    #[arg(long, value_name = "NAME", default_value = "xseg", help = format!(
+        "Allocator to replay against: {}, or all; all but xseg are models of other designs, which run on sim",
+        crate::subjects::names().join(", ")
+    ))]
     pub(super) allocator: String,
-    /// Work is done this long after it was queued, in trace time (sim, host)
+    /// How far the device lags behind: work is done this long after it was queued, in trace time, such as 20ms (sim, host)
     #[arg(long, value_name = "DURATION", value_parser = duration, default_value = "0")]
     pub(super) gpu_lag: Duration,
-    /// Stamp each block when allocated and check it when freed (host; cuda, by kernels)
+    /// Write a pattern into each block when it is allocated and check it when it is freed (host; cuda, by kernels)
     #[arg(long)]
     pub(super) verify: bool,
     /// Break the heap on purpose, which the verification must find: swap, lost or early-unmap
