@@ -2,6 +2,7 @@
 
 use crate::errors::{PointerError, raise};
 use crate::memory::Range;
+use crate::number;
 use crate::share::{Export, Imported, descriptor};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -37,7 +38,12 @@ impl Heap {
     ///
     /// Raises OutOfMemoryError.
     #[pyo3(signature = (bytes, stream=0))]
-    fn alloc(&self, py: Python<'_>, bytes: u64, stream: u64) -> PyResult<Block> {
+    fn alloc(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = number::bytes)] bytes: u64,
+        #[pyo3(from_py_with = number::stream)] stream: u64,
+    ) -> PyResult<Block> {
         let found = py.detach(|| self.heap.alloc(bytes, StreamId(stream))).map_err(raise)?;
         let kind = self.heap.backend().kind();
         Ok(Block { address: found.address(), bytes, stream, kind, found: std::sync::Mutex::new(Some(found)) })
@@ -45,17 +51,22 @@ impl Heap {
 
     /// As `alloc`, for a bare address that `free` frees.
     #[pyo3(signature = (bytes, stream=0))]
-    fn alloc_raw(&self, py: Python<'_>, bytes: u64, stream: u64) -> PyResult<u64> {
+    fn alloc_raw(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = number::bytes)] bytes: u64,
+        #[pyo3(from_py_with = number::stream)] stream: u64,
+    ) -> PyResult<u64> {
         py.detach(|| self.heap.alloc_raw(bytes, StreamId(stream))).map_err(raise)
     }
 
     /// Free a block of `alloc_raw` by its address. Never waits. Raises PointerError.
-    fn free(&self, address: u64) -> PyResult<()> {
+    fn free(&self, #[pyo3(from_py_with = number::address)] address: u64) -> PyResult<()> {
         self.heap.free_raw(address).map_err(raise)
     }
 
     /// Export the block at `address` for one import by another process; see `Block.export`.
-    fn export(&self, address: u64) -> PyResult<Export> {
+    fn export(&self, #[pyo3(from_py_with = number::address)] address: u64) -> PyResult<Export> {
         Ok(Export::new(self.heap.export(address).map_err(raise)?))
     }
 
@@ -74,12 +85,16 @@ impl Heap {
     }
 
     /// Work on `stream`, queued up to its free, uses the block at `address`.
-    fn record_use(&self, address: u64, stream: u64) -> PyResult<()> {
+    fn record_use(
+        &self,
+        #[pyo3(from_py_with = number::address)] address: u64,
+        #[pyo3(from_py_with = number::stream)] stream: u64,
+    ) -> PyResult<()> {
         self.heap.record_use(address, StreamId(stream)).map_err(raise)
     }
 
     /// The bytes that were asked for and those that the block at `address` takes up.
-    fn block_size(&self, address: u64) -> PyResult<(u64, u64)> {
+    fn block_size(&self, #[pyo3(from_py_with = number::address)] address: u64) -> PyResult<(u64, u64)> {
         self.heap.block_size(address).map_err(raise)
     }
 
@@ -94,35 +109,48 @@ impl Heap {
     }
 
     /// `stream` is going to be destroyed: what it freed belongs to all when its work has passed.
-    fn retire_stream(&self, stream: u64) -> PyResult<()> {
+    fn retire_stream(&self, #[pyo3(from_py_with = number::stream)] stream: u64) -> PyResult<()> {
         self.heap.retire_stream(StreamId(stream)).map_err(raise)
     }
 
     /// Keep the memory behind a range where it is until `unpin`.
-    fn pin(&self, address: u64, bytes: u64) -> PyResult<()> {
+    fn pin(
+        &self,
+        #[pyo3(from_py_with = number::address)] address: u64,
+        #[pyo3(from_py_with = number::bytes)] bytes: u64,
+    ) -> PyResult<()> {
         self.heap.pin(address, bytes).map_err(raise)
     }
 
     /// End one `pin` of the same range.
-    fn unpin(&self, address: u64, bytes: u64) -> PyResult<()> {
+    fn unpin(
+        &self,
+        #[pyo3(from_py_with = number::address)] address: u64,
+        #[pyo3(from_py_with = number::bytes)] bytes: u64,
+    ) -> PyResult<()> {
         self.heap.unpin(address, bytes).map_err(raise)
     }
 
     /// Allocations of `streams` (None: of all) come from the capture pool `pool`, a pair of numbers, until `end_capture`.
     #[pyo3(signature = (pool, streams=None))]
-    fn begin_capture(&self, py: Python<'_>, pool: (u64, u64), streams: Option<Vec<u64>>) -> PyResult<()> {
+    fn begin_capture(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = number::pool)] pool: (u64, u64),
+        #[pyo3(from_py_with = number::streams)] streams: Option<Vec<u64>>,
+    ) -> PyResult<()> {
         let filter = streams
             .map_or(StreamFilter::All, |streams| StreamFilter::Streams(streams.into_iter().map(StreamId).collect()));
         py.detach(|| self.heap.begin_capture(PoolId(pool.0, pool.1), filter)).map_err(raise)
     }
 
     /// End the recording of a pool; the pool stays.
-    fn end_capture(&self, pool: (u64, u64)) -> PyResult<()> {
+    fn end_capture(&self, #[pyo3(from_py_with = number::pool)] pool: (u64, u64)) -> PyResult<()> {
         self.heap.end_capture(PoolId(pool.0, pool.1)).map_err(raise)
     }
 
     /// End one use of a pool, as when a graph is destroyed.
-    fn release_capture(&self, pool: (u64, u64)) -> PyResult<()> {
+    fn release_capture(&self, #[pyo3(from_py_with = number::pool)] pool: (u64, u64)) -> PyResult<()> {
         self.heap.release_capture(PoolId(pool.0, pool.1)).map_err(raise)
     }
 
@@ -168,7 +196,7 @@ impl Heap {
 
     /// Set the limit in bytes; None: no bound. Returns what exists afterwards.
     #[pyo3(signature = (bytes))]
-    fn set_limit(&self, py: Python<'_>, bytes: Option<u64>) -> u64 {
+    fn set_limit(&self, py: Python<'_>, #[pyo3(from_py_with = number::limit)] bytes: Option<u64>) -> u64 {
         py.detach(|| self.heap.set_limit(bytes.unwrap_or(u64::MAX)))
     }
 
@@ -240,7 +268,7 @@ impl Block {
     }
 
     /// Work on `stream`, queued before the block is freed, uses it too.
-    fn record_use(&self, stream: u64) -> PyResult<()> {
+    fn record_use(&self, #[pyo3(from_py_with = number::stream)] stream: u64) -> PyResult<()> {
         self.live(|found| found.record_use(StreamId(stream)))?.map_err(raise)
     }
 

@@ -3,6 +3,7 @@
 mod errors;
 mod heap;
 mod memory;
+mod number;
 mod share;
 
 // The C functions are exported from this library too: PyTorch's pluggable allocator takes a path to it.

@@ -2,9 +2,10 @@
 
 use crate::errors::{ShareError, raise};
 use crate::memory::Range;
+use crate::number;
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyDict, PyInt, PyTuple};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use xseg::backend::BackendKind;
@@ -15,9 +16,9 @@ fn locked<T>(place: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// The descriptor of a Python object (a socket, a number), as one of our own, so that nobody closes it meanwhile.
 pub(crate) fn descriptor(object: &Bound<'_, PyAny>) -> PyResult<OwnedFd> {
-    let number: RawFd = match object.extract() {
-        Ok(number) => number,
-        Err(_) => object.call_method0("fileno")?.extract()?,
+    let number = match object.is_instance_of::<PyInt>() {
+        true => number::descriptor(object)?,
+        false => number::descriptor(&object.call_method0("fileno")?)?,
     };
     if number < 0 {
         return Err(PyOSError::new_err(format!("{number} is no open descriptor")));
@@ -53,7 +54,7 @@ impl Export {
     /// The export that a descriptor is, which it takes over.
     #[staticmethod]
     fn from_fd(fd: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let number: RawFd = fd.extract()?;
+        let number = number::descriptor(fd)?;
         let own = descriptor(fd)?;
         // SAFETY: open, as was just seen, and the caller gives it away.
         drop(unsafe { OwnedFd::from_raw_fd(number) });

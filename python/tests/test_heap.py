@@ -6,7 +6,9 @@ import gc
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xseg
@@ -191,6 +193,47 @@ def test_threads() -> None:
     for thread in threads:
         thread.join()
     assert not wrong and heap.stats()["allocated"] == 0
+    heap.check()
+
+
+def test_numbers_that_do_not_fit_are_value_errors_in_a_sentence() -> None:
+    heap = xseg.Heap("backend:host,limit:64MiB")
+    calls: list[tuple[str, Callable[[Any], object]]] = [
+        ("bytes", lambda n: heap.alloc(n)),
+        ("bytes", lambda n: heap.alloc_raw(n)),
+        ("bytes", lambda n: heap.pin(4096, n)),
+        ("bytes", lambda n: heap.unpin(4096, n)),
+        ("bytes", lambda n: heap.set_limit(n)),
+        ("stream", lambda n: heap.alloc(100, n)),
+        ("stream", lambda n: heap.alloc_raw(100, stream=n)),
+        ("stream", lambda n: heap.record_use(4096, n)),
+        ("stream", lambda n: heap.retire_stream(n)),
+        ("stream", lambda n: heap.begin_capture((1, 2), [0, n])),
+        ("address", lambda n: heap.free(n)),
+        ("address", lambda n: heap.export(n)),
+        ("address", lambda n: heap.record_use(n, 0)),
+        ("address", lambda n: heap.block_size(n)),
+        ("address", lambda n: heap.pin(n, 1)),
+        ("address", lambda n: heap.unpin(n, 1)),
+        ("pool", lambda n: heap.begin_capture((n, 2))),
+        ("pool", lambda n: heap.end_capture((1, n))),
+        ("pool", lambda n: heap.release_capture((n, 2))),
+    ]
+    with heap.alloc(100) as block:
+        calls.append(("stream", block.record_use))
+        for what, call in calls:
+            for number in (-1, 2**64, -(2**200)):
+                with pytest.raises(ValueError, match=f"^{what}: {number} is out of range; give a whole number from 0"):
+                    call(number)
+            with pytest.raises(TypeError):
+                call("one")
+    for number in (2**31, -(2**40)):
+        with pytest.raises(ValueError, match=f"descriptor {number} is out of range"):
+            heap.receive(number)
+        with pytest.raises(ValueError, match=f"descriptor {number} is out of range"):
+            xseg.Export.from_fd(number)
+    heap.set_limit(None)
+    assert heap.limit is None
     heap.check()
 
 

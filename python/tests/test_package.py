@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import xseg
-from xseg import _build, _native
+from xseg import _build, _native, _torch
 
 
 def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -145,3 +145,11 @@ def test_pools_with_an_allocator_of_their_own(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120)
     assert done.stdout == "ok\n", done.stderr
+
+
+def test_numbers_of_no_device_are_value_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch, "_mode", "full")
+    assert _torch._device(7) == 7
+    for number in (-1, 2**31, 2**32):
+        with pytest.raises(ValueError, match=f"device {number} is out of range; give the number of a device, from 0"):
+            _torch._device(number)

@@ -130,6 +130,9 @@ def _device(device: int | None) -> int:
         import torch
 
         device = int(torch.cuda.current_device())
+    # A larger number would be cut off on its way into C.
+    if not 0 <= device < 2**31:
+        raise ValueError(f"device {device} is out of range; give the number of a device, from 0")
     return device
 
 
