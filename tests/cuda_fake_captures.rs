@@ -3,10 +3,13 @@
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(clippy::unwrap_used, reason = "tests fail by panicking")]
 
+#[path = "fake_cuda/clients.rs"]
+mod clients;
 #[path = "fake_cuda/control.rs"]
 mod control;
 
-use control::{Control, on_stand_in, on_stand_in_with_nvtx};
+use clients::{all, heap};
+use control::{on_stand_in, on_stand_in_with_nvtx};
 use rustix::process::{Resource, Rlimit, setrlimit};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
@@ -16,15 +19,6 @@ use xseg::units::{GRANULE, MIB};
 use xseg::{Allocation, ClientEvent, Error, Heap, PoolId, StreamFilter, StreamId};
 
 const POOL: PoolId = PoolId(5, 6);
-
-fn heap(conf: &str) -> Heap {
-    Heap::builder().conf(conf).unwrap().build().unwrap()
-}
-
-/// Everything that the stand-in counts, without streams of the tests' own.
-fn all(driver: &Control) -> [u64; 8] {
-    [0, 1, 2, 3, 4, 5, 6, 7].map(|what| driver.count(what))
-}
 
 /// Calls of a kind in the log.
 fn calls(log: &[String], name: &str) -> usize {

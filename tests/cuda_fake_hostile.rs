@@ -1,27 +1,21 @@
-//! Hostile clients and drivers, on the stand-in driver: see `cuda_fake.rs`.
+//! Hostile clients and devices, on the stand-in driver: see `cuda_fake.rs`.
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(clippy::unwrap_used, reason = "tests fail by panicking")]
 
+#[path = "fake_cuda/clients.rs"]
+mod clients;
 #[path = "fake_cuda/control.rs"]
 mod control;
 
-use control::{Control, on_stand_in};
-use cudarc::driver::{CudaContext, DevicePtr};
+use clients::{all, heap};
+use control::on_stand_in;
+use cudarc::driver::CudaContext;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 use xseg::backend::MappingEvent;
 use xseg::units::{GRANULE, MIB};
 use xseg::{Allocation, ClientEvent, DeviceBuffer, Error, Heap, PoolId, StreamFilter, StreamId};
-
-fn heap(conf: &str) -> Heap {
-    Heap::builder().conf(conf).unwrap().build().unwrap()
-}
-
-/// Everything that the stand-in counts, without streams of the tests' own.
-fn all(driver: &Control) -> [u64; 8] {
-    [0, 1, 2, 3, 4, 5, 6, 7].map(|what| driver.count(what))
-}
 
 struct Random(u64);
 
@@ -32,88 +26,6 @@ impl Random {
         self.0 ^= self.0 << 17;
         (self.0 >> 11) % end
     }
-}
-
-#[test]
-fn a_use_on_a_retired_stream_whose_handle_is_used_again() {
-    on_stand_in("a_use_on_a_retired_stream_whose_handle_is_used_again", &[], &[], |driver| {
-        let heap = heap("backend:cuda,limit:8MiB,reserve:4GiB,wait_limit:0s,growth:exact");
-        driver.push(0xC000);
-        let [own, user] = [(); 2].map(|()| StreamId(driver.create_stream()));
-        let block = heap.alloc(8 * MIB, own).unwrap();
-        block.record_use(user).unwrap();
-        driver.hold_events(true);
-        heap.retire_stream(user).unwrap();
-        driver.destroy_stream(user.0);
-        let again = driver.create_stream();
-        assert_eq!(again, user.0, "the handle is used again");
-        driver.clear_log();
-        drop(block);
-        let log = driver.log();
-        assert!(
-            !log.iter().any(|line| line.starts_with("cuEventRecord") && line.contains(&format!(" {again:x} "))),
-            "{log:#?}"
-        );
-        assert!(heap.alloc(8 * MIB, own).is_err(), "the retired stream's work may still run");
-        driver.hold_events(false);
-        heap.tick();
-        heap.tick();
-        drop(heap.alloc(8 * MIB, own).unwrap());
-    });
-}
-
-#[test]
-fn a_use_on_another_threads_own_stream() {
-    on_stand_in("a_use_on_another_threads_own_stream", &[], &[], |driver| {
-        let heap = heap("backend:cuda,limit:8MiB,reserve:4GiB,wait_limit:0s,growth:exact");
-        driver.push(0xC000);
-        let own = StreamId(driver.create_stream());
-        let block = heap.alloc(8 * MIB, own).unwrap();
-        std::thread::scope(|scope| scope.spawn(|| block.record_use(StreamId(2)).unwrap()).join().unwrap());
-        driver.clear_log();
-        drop(block);
-        let log = driver.log();
-        assert!(
-            !log.iter().any(|line| line.starts_with("cuEventRecord") && line.ends_with(" 2 = 0")),
-            "an event on this thread's stream says nothing of that thread's: {log:#?}"
-        );
-        heap.tick();
-        heap.tick();
-        drop(heap.alloc(8 * MIB, own).unwrap());
-    });
-}
-
-#[test]
-fn a_capture_on_a_stream_whose_handle_was_retired() {
-    on_stand_in("a_capture_on_a_stream_whose_handle_was_retired", &[], &[], |driver| {
-        let heap = heap("backend:cuda,limit:64MiB,reserve:4GiB");
-        driver.push(0xC000);
-        let stream = StreamId(driver.create_stream());
-        drop(heap.alloc(MIB, stream).unwrap());
-        heap.retire_stream(stream).unwrap();
-        driver.destroy_stream(stream.0);
-        assert_eq!(driver.create_stream(), stream.0, "the handle is used again");
-        heap.begin_capture(PoolId(1, 1), StreamFilter::All).unwrap();
-        driver.capture(stream.0);
-        let block = heap.alloc(MIB, stream);
-        assert!(!driver.end_capture());
-        heap.end_capture(PoolId(1, 1)).unwrap();
-        drop(block.unwrap());
-    });
-}
-
-#[test]
-fn without_identities_a_retired_handle_is_used_again() {
-    on_stand_in("without_identities_a_retired_handle_is_used_again", &[], &["cuStreamGetId"], |driver| {
-        let heap = heap("backend:cuda,limit:64MiB,reserve:4GiB");
-        driver.push(0xC000);
-        let stream = StreamId(driver.create_stream());
-        drop(heap.alloc(MIB, stream).unwrap());
-        heap.retire_stream(stream).unwrap();
-        driver.destroy_stream(stream.0);
-        assert_eq!(driver.create_stream(), stream.0, "the handle is used again");
-        drop(heap.alloc(MIB, stream).unwrap());
-    });
 }
 
 #[test]
@@ -191,184 +103,6 @@ fn odd_requests() {
         let _ = clone.stats();
         drop(clone);
         assert_eq!(all(driver), [0; 8]);
-    });
-}
-
-/// One client's whole life; what fails may fail.
-fn life(driver: &Control, heap: &Heap, streams: &[StreamId; 3], event: ClientEvent) -> u64 {
-    let [one, two, three] = *streams;
-    let mut refused = 0;
-    let mut kept: Vec<Allocation> = Vec::new();
-    let mut note = |made: Result<Allocation, Error>| match made {
-        Ok(block) => Some(block),
-        Err(_) => {
-            refused += 1;
-            None
-        }
-    };
-    for round in 0..4 {
-        driver.hold_events(round % 2 == 0);
-        for size in [5 * MIB, 100, 2 * MIB, 9 * MIB] {
-            kept.extend(note(heap.alloc(size, one)));
-        }
-        kept.extend(note(heap.alloc_contiguous(4 * MIB, two)));
-        heap.check().unwrap();
-        if let Some(block) = kept.last() {
-            let _ = block.record_use(three);
-            let _ = heap.pin(block.address(), 1);
-            drop(heap.export_handles(block.address()));
-            heap.check().unwrap();
-        }
-        if kept.len() > 2 {
-            let address = kept.remove(1).into_raw();
-            if heap.free_after(address, event).is_err() {
-                let _ = heap.free_raw(address);
-            }
-        }
-        heap.check().unwrap();
-        let pool = PoolId(1, round);
-        if heap.begin_capture(pool, StreamFilter::Streams(vec![two])).is_ok() {
-            let graph = note(heap.alloc(3 * MIB, two));
-            drop(note(heap.alloc(MIB, two)));
-            let _ = heap.end_capture(pool);
-            drop(graph);
-            let _ = heap.release_capture(pool);
-        }
-        heap.check().unwrap();
-        heap.set_limit(16 * MIB);
-        heap.check().unwrap();
-        heap.set_limit(32 * MIB);
-        if round % 2 == 1 {
-            kept.clear();
-        }
-        heap.tick();
-        heap.trim();
-        heap.check().unwrap();
-    }
-    // What waits and what is live is left to the heap's end.
-    driver.hold_events(true);
-    kept.extend(note(heap.alloc(7 * MIB, one)));
-    if let Some(block) = kept.last() {
-        let _ = block.record_use(two);
-    }
-    let _ = heap.retire_stream(three);
-    kept.truncate(kept.len() / 2);
-    kept.into_iter().map(Allocation::into_raw).for_each(|address| assert!(address > 0));
-    heap.check().unwrap();
-    refused
-}
-
-fn any_call_of_a_life(test: &str, code: u32, conf: &'static str, env: &[(&str, &str)], without: &[&str]) {
-    on_stand_in(test, env, without, |driver| {
-        let mut turn = 1;
-        let mut refused = 0;
-        loop {
-            let heap = heap(conf);
-            driver.push(0xC100);
-            driver.set_capture_mode(1);
-            driver.push(0xC000);
-            let streams = [(); 3].map(|()| StreamId(driver.create_stream()));
-            let event = driver.recorded_event(streams[1].0);
-            let mut context = 0;
-            driver.raw_pop(&raw mut context);
-            driver.clear_log();
-            driver.fail_at(turn, code);
-            refused += life(driver, &heap, &streams, ClientEvent(event));
-            let missed = driver.fail_pending();
-            driver.fail_at(0, 0);
-            let log = driver.log();
-            drop(heap);
-            driver.hold_events(false);
-            let name = log
-                .iter()
-                .find(|line| line.ends_with(&format!(" = {code}")))
-                .map_or(String::new(), |line| line.split(' ').next().unwrap().to_owned());
-            if !["cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode"].contains(&name.as_str()) {
-                assert_eq!((driver.current(), driver.capture_mode()), (0xC100, 1), "{name} at turn {turn}");
-            }
-            driver.pop_all();
-            driver.set_capture_mode(0);
-            driver.push(0xC000);
-            streams.iter().for_each(|stream| driver.destroy_stream(stream.0));
-            assert_eq!(driver.raw_destroy_event(event), 0);
-            driver.pop_all();
-            assert_eq!(all(driver), [0; 8], "{name} at turn {turn}");
-            assert_eq!(driver.count(8), 0, "streams left: {name} at turn {turn}");
-            if missed {
-                break;
-            }
-            turn += 1;
-        }
-        assert!(turn > 300, "{turn} turns, {refused} refused");
-    });
-}
-
-const CONF: &str = "backend:cuda,limit:32MiB,reserve:4GiB,growth:exact,wait_limit:0s";
-
-#[test]
-fn any_call_of_a_life_may_fail() {
-    any_call_of_a_life("any_call_of_a_life_may_fail", 999, CONF, &[], &[]);
-}
-
-#[test]
-fn any_call_of_a_life_may_run_out_of_memory() {
-    any_call_of_a_life("any_call_of_a_life_may_run_out_of_memory", 2, CONF, &[], &[]);
-}
-
-#[test]
-fn any_call_of_a_life_may_fail_on_an_old_driver() {
-    any_call_of_a_life(
-        "any_call_of_a_life_may_fail_on_an_old_driver",
-        999,
-        CONF,
-        &[("FAKE_CUDA_COMPUTE", "70")],
-        &["cuCtxRecordEvent", "cuStreamGetId"],
-    );
-}
-
-#[test]
-fn any_call_of_a_life_with_peers_may_fail() {
-    const CONF: &str = "backend:cuda,limit:32MiB,reserve:4GiB,wait_limit:0s,peers:all,cross_stream:wait,defrag:eager,shrink:watermark=10%";
-    any_call_of_a_life("any_call_of_a_life_with_peers_may_fail", 999, CONF, &[], &[]);
-}
-
-/// What gives memory back is tried again; an event or stream whose end is refused stays, and nothing else.
-#[test]
-fn any_call_of_the_end_may_fail() {
-    const UNDONE: [&str; 3] = ["cuEventDestroy_v2", "cuStreamDestroy_v2", "cuDevicePrimaryCtxRelease_v2"];
-    on_stand_in("any_call_of_the_end_may_fail", &[], &[], |driver| {
-        for turn in 1.. {
-            let (before, streams_before) = (all(driver), driver.count(8));
-            let heap = heap(CONF);
-            driver.push(0xC000);
-            let streams = [(); 3].map(|()| StreamId(driver.create_stream()));
-            let event = driver.recorded_event(streams[1].0);
-            life(driver, &heap, &streams, ClientEvent(event));
-            driver.pop_all();
-            driver.clear_log();
-            driver.fail_at(turn, 999);
-            drop(heap);
-            let missed = driver.fail_pending();
-            driver.fail_at(0, 0);
-            driver.hold_events(false);
-            let log = driver.log();
-            let failed = log.iter().find(|line| line.ends_with(" = 999"));
-            let name = failed.map_or("", |line| line.split(' ').next().unwrap());
-            driver.pop_all();
-            driver.set_capture_mode(0);
-            driver.push(0xC000);
-            streams.iter().for_each(|stream| driver.destroy_stream(stream.0));
-            assert_eq!(driver.raw_destroy_event(event), 0);
-            driver.pop_all();
-            let left = all(driver);
-            assert_eq!(left[..3], [0; 3], "{name} at turn {turn}");
-            let more = (left.iter().sum::<u64>() + driver.count(8)) - (before.iter().sum::<u64>() + streams_before);
-            assert!(more <= u64::from(UNDONE.contains(&name)), "{name} at turn {turn}: {before:?}, then {left:?}");
-            if missed {
-                assert!(turn > 20, "{turn}");
-                break;
-            }
-        }
     });
 }
 
@@ -639,41 +373,5 @@ fn buffers_of_odd_kinds() {
         std::thread::spawn(move || drop((small, pages, empty))).join().unwrap();
         drop((stream, foreign, context, other));
         assert_eq!(all(driver), [0; 8]);
-    });
-}
-
-/// Without events of the context, an event on this thread's own stream says nothing of another thread's.
-#[test]
-fn threads_own_streams_without_context_events() {
-    on_stand_in("threads_own_streams_without_context_events", &[], &["cuCtxRecordEvent"], |driver| {
-        let heap = heap("backend:cuda,limit:64MiB,reserve:4GiB");
-        let elsewhere = || drop(heap.alloc(8 * MIB, StreamId(2)).unwrap());
-        std::thread::scope(|scope| scope.spawn(elsewhere).join().unwrap());
-        driver.clear_log();
-        heap.tick();
-        let log = driver.log();
-        let recorded: Vec<&String> = log.iter().filter(|line| line.starts_with("cuEventRecord")).collect();
-        // The legacy stream waits for those of all threads.
-        assert!(!recorded.is_empty() && recorded.iter().all(|line| line.ends_with(" 1 = 0")), "{recorded:?}");
-    });
-}
-
-/// Else its memory could be given away while that stream still uses it.
-#[test]
-fn a_use_that_the_heap_cannot_be_told_of_is_waited_for() {
-    on_stand_in("a_use_that_the_heap_cannot_be_told_of_is_waited_for", &[], &[], |driver| {
-        let heap = heap("backend:cuda,limit:64MiB,reserve:4GiB");
-        let context = CudaContext::new(0).unwrap();
-        let (own, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
-        let buffer = DeviceBuffer::<u8>::zeros(&heap, &own, 1000).unwrap();
-        let synchronized = |driver: &Control| {
-            let line = format!("cuStreamSynchronize {:x} = 0", other.cu_stream() as u64);
-            driver.log().contains(&line)
-        };
-        drop(buffer.device_ptr(&other));
-        assert!(!synchronized(driver));
-        heap.retire_stream(StreamId(other.cu_stream() as u64)).unwrap();
-        drop(buffer.device_ptr(&other));
-        assert!(synchronized(driver));
     });
 }

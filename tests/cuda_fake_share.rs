@@ -3,19 +3,18 @@
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(clippy::unwrap_used, reason = "tests fail by panicking")]
 
+#[path = "fake_cuda/clients.rs"]
+mod clients;
 #[path = "fake_cuda/control.rs"]
 mod control;
 
+use clients::heap;
 use control::{Control, on_stand_in};
 use xseg::error::ShareFault;
 use xseg::units::{GRANULE, MIB};
 use xseg::{Allocation, Error, Heap, Imported, StreamId};
 
 const CONF: &str = "backend:cuda,limit:512MiB,reserve:4GiB,handle_max:2MiB,growth:exact,wait_limit:0s";
-
-fn heap(conf: &str) -> Heap {
-    Heap::builder().conf(conf).unwrap().build().unwrap()
-}
 
 fn import(from: &Heap, block: &Allocation, to: &Heap) -> Imported {
     to.import(from.export(block.address()).unwrap()).unwrap()
