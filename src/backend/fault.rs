@@ -1,9 +1,7 @@
 //! A backend that fails on demand and logs the order of calls, for tests of transactions.
 
-use super::{
-    Backend, BackendKind, Capabilities, ClientEvent, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId,
-};
-use crate::error::{DriverCall, DriverError, Error};
+use super::{Backend, ClientEvent, Event, EventScope, PhysicalAllocation, StreamId, handed_on::handed_on};
+use crate::error::{DriverCall, DriverError};
 use parking_lot::Mutex;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -171,17 +169,7 @@ impl<B: Backend + ?Sized> FaultyBackend<B> {
 // `relocate` is left to the trait, whose way is through map, set_access and unmap here, so that each can fail.
 #[allow(unsafe_code, reason = "hands the trait's unsafe operations on with the caller's promises")]
 impl<B: Backend + ?Sized> Backend for FaultyBackend<B> {
-    fn kind(&self) -> BackendKind {
-        self.inner.kind()
-    }
-
-    fn capabilities(&self) -> &Capabilities {
-        self.inner.capabilities()
-    }
-
-    fn memory(&self) -> Result<MemoryInfo, DriverError> {
-        self.inner.memory()
-    }
+    handed_on!();
 
     fn reserve(&self, bytes: u64) -> Result<u64, DriverError> {
         self.pass(DriverCall::Reserve, (0, bytes), false, |b| b.reserve(bytes))
@@ -216,26 +204,6 @@ impl<B: Backend + ?Sized> Backend for FaultyBackend<B> {
         self.pass(DriverCall::Release, (0, bytes), false, |b| unsafe { b.release(handle, bytes) })
     }
 
-    fn of_all_threads(&self, stream: StreamId) -> StreamId {
-        self.inner.of_all_threads(stream)
-    }
-
-    fn retired(&self, stream: StreamId) {
-        self.inner.retired(stream);
-    }
-
-    fn stream_key(&self, stream: StreamId) -> Result<u64, Error> {
-        self.inner.stream_key(stream)
-    }
-
-    fn known_stream_key(&self, stream: StreamId) -> Option<u64> {
-        self.inner.known_stream_key(stream)
-    }
-
-    fn is_lasting(&self, stream: StreamId) -> bool {
-        self.inner.is_lasting(stream)
-    }
-
     fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
         self.event(|b| b.record(scope))
     }
@@ -256,33 +224,13 @@ impl<B: Backend + ?Sized> Backend for FaultyBackend<B> {
         self.event(|b| b.adopt(event))
     }
 
-    fn recycle(&self, event: Event) {
-        self.inner.recycle(event);
-    }
-
     fn quiesce(&self) -> Result<(), DriverError> {
         self.pass(DriverCall::Other, (0, 0), true, |b| b.quiesce())
-    }
-
-    fn is_capturing(&self, stream: StreamId) -> bool {
-        self.inner.is_capturing(stream)
-    }
-
-    fn any_capturing(&self, streams: &[StreamId]) -> bool {
-        self.inner.any_capturing(streams)
-    }
-
-    fn device(&self) -> u32 {
-        self.inner.device()
     }
 
     unsafe fn export(&self, handle: PhysicalAllocation) -> Result<(OwnedFd, u64), DriverError> {
         // SAFETY: the caller's promise holds for the backend behind.
         self.pass(DriverCall::Other, (0, 0), false, |b| unsafe { b.export(handle) })
-    }
-
-    fn device_id(&self) -> [u8; 16] {
-        self.inner.device_id()
     }
 
     fn import(&self, fd: BorrowedFd<'_>, start: u64, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
@@ -292,9 +240,5 @@ impl<B: Backend + ?Sized> Backend for FaultyBackend<B> {
     unsafe fn release_shared(&self, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
         // SAFETY: the caller's promise holds for the backend behind.
         self.pass(DriverCall::Release, (0, bytes), false, |b| unsafe { b.release_shared(handle, bytes) })
-    }
-
-    fn now(&self) -> Duration {
-        self.inner.now()
     }
 }

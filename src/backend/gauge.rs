@@ -5,9 +5,9 @@
 #![allow(unsafe_code, reason = "passes the backend's contracts through")]
 
 use super::{
-    Backend, BackendKind, Capabilities, ClientEvent, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId, cost,
+    Backend, BackendKind, ClientEvent, Event, EventScope, PhysicalAllocation, StreamId, cost, handed_on::handed_on,
 };
-use crate::error::{DriverCall, DriverError, Error};
+use crate::error::{DriverCall, DriverError};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -164,17 +164,7 @@ impl GaugeBackend {
 }
 
 impl Backend for GaugeBackend {
-    fn kind(&self) -> BackendKind {
-        self.inner.kind()
-    }
-
-    fn capabilities(&self) -> &Capabilities {
-        self.inner.capabilities()
-    }
-
-    fn memory(&self) -> Result<MemoryInfo, DriverError> {
-        self.inner.memory()
-    }
+    handed_on!();
 
     fn reserve(&self, bytes: u64) -> Result<u64, DriverError> {
         self.count(&[DriverCall::Reserve], bytes, || self.inner.reserve(bytes))
@@ -228,26 +218,6 @@ impl Backend for GaugeBackend {
         Ok(())
     }
 
-    fn of_all_threads(&self, stream: StreamId) -> StreamId {
-        self.inner.of_all_threads(stream)
-    }
-
-    fn retired(&self, stream: StreamId) {
-        self.inner.retired(stream);
-    }
-
-    fn stream_key(&self, stream: StreamId) -> Result<u64, Error> {
-        self.inner.stream_key(stream)
-    }
-
-    fn known_stream_key(&self, stream: StreamId) -> Option<u64> {
-        self.inner.known_stream_key(stream)
-    }
-
-    fn is_lasting(&self, stream: StreamId) -> bool {
-        self.inner.is_lasting(stream)
-    }
-
     fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
         self.inner.record(scope)
     }
@@ -268,33 +238,13 @@ impl Backend for GaugeBackend {
         self.inner.adopt(event)
     }
 
-    fn recycle(&self, event: Event) {
-        self.inner.recycle(event);
-    }
-
     fn quiesce(&self) -> Result<(), DriverError> {
         self.inner.quiesce()
-    }
-
-    fn is_capturing(&self, stream: StreamId) -> bool {
-        self.inner.is_capturing(stream)
-    }
-
-    fn any_capturing(&self, streams: &[StreamId]) -> bool {
-        self.inner.any_capturing(streams)
-    }
-
-    fn device(&self) -> u32 {
-        self.inner.device()
     }
 
     unsafe fn export(&self, handle: PhysicalAllocation) -> Result<(OwnedFd, u64), DriverError> {
         // SAFETY: passed on to the caller.
         unsafe { self.inner.export(handle) }
-    }
-
-    fn device_id(&self) -> [u8; 16] {
-        self.inner.device_id()
     }
 
     fn import(&self, fd: BorrowedFd<'_>, start: u64, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
@@ -309,10 +259,6 @@ impl Backend for GaugeBackend {
         self.reserved.fetch_sub(bytes, Relaxed);
         self.picture.lock().released(handle);
         Ok(())
-    }
-
-    fn now(&self) -> Duration {
-        self.inner.now()
     }
 }
 

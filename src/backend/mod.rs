@@ -21,6 +21,7 @@ pub mod cuda;
 pub(crate) mod driver;
 pub mod fault;
 pub mod gauge;
+mod handed_on;
 pub mod host;
 #[cfg(feature = "cli")]
 pub mod inject;

@@ -4,16 +4,8 @@
 #include <string.h>
 #include <xseg.h>
 
-static int wrong;
-#define CHECK(what)                                                            \
-  do {                                                                         \
-    if (!(what)) {                                                             \
-      printf("line %d: %s; last error: %s\n", __LINE__, #what, xseg_last_error()); \
-      wrong++;                                                                 \
-    }                                                                          \
-  } while (0)
+#include "check.h"
 
-#define MIB ((uint64_t)1 << 20)
 static const xseg_stream stream = NULL;
 
 static uint64_t mapped, unmapped;

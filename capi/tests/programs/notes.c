@@ -7,16 +7,8 @@
 #include <unistd.h>
 #include <xseg.h>
 
-static int wrong;
-#define CHECK(what)                                                            \
-  do {                                                                         \
-    if (!(what)) {                                                             \
-      printf("line %d: %s; last error: %s\n", __LINE__, #what, xseg_last_error()); \
-      wrong++;                                                                 \
-    }                                                                          \
-  } while (0)
+#include "check.h"
 
-#define MIB ((uint64_t)1 << 20)
 static const xseg_stream stream = NULL;
 
 static xseg_tag_figures figures(int device, const char *name) {

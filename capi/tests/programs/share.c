@@ -8,17 +8,8 @@
 #include <unistd.h>
 #include <xseg.h>
 
-static int wrong;
-#define CHECK(what)                                                            \
-  do {                                                                         \
-    if (!(what)) {                                                             \
-      printf("line %d: %s; last error: %s\n", __LINE__, #what, xseg_last_error()); \
-      fflush(stdout);                                                          \
-      wrong++;                                                                 \
-    }                                                                          \
-  } while (0)
+#include "check.h"
 
-#define MIB ((uint64_t)1 << 20)
 #define BYTES (21 * MIB + 1000)
 static const xseg_stream stream = NULL;
 static const char *const small_handles = "backend:host,limit:256MiB,handle_max:2MiB,growth:exact";

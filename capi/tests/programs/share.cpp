@@ -7,14 +7,7 @@
 #include <utility>
 #include <xseg.hpp>
 
-static int wrong;
-#define CHECK(what)                                   \
-  do {                                                \
-    if (!(what)) {                                    \
-      std::printf("line %d: %s\n", __LINE__, #what);  \
-      wrong++;                                        \
-    }                                                 \
-  } while (0)
+#include "check.h"
 
 int main() {
   int sockets[2];

@@ -15,17 +15,8 @@
 #include <unistd.h>
 #include <xseg.h>
 
-static int wrong;
-#define CHECK(what)                                                                                      \
-  do {                                                                                                   \
-    if (!(what)) {                                                                                       \
-      printf("%d: line %d: %s; last error: %s\n", (int)getpid(), __LINE__, #what, xseg_last_error());     \
-      fflush(stdout);                                                                                    \
-      wrong++;                                                                                           \
-    }                                                                                                    \
-  } while (0)
+#include "check.h"
 
-#define MIB ((uint64_t)1 << 20)
 #define BYTES (41 * MIB + 1000)
 typedef unsigned char byte;
 

@@ -5,10 +5,8 @@
 //! in every run. It also tells whoever plays the device's part when a wait has moved the clock.
 #![allow(unsafe_code, reason = "passes the backend's contracts through, and breaks them on purpose")]
 
-use super::{
-    Backend, BackendKind, Capabilities, ClientEvent, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId,
-};
-use crate::error::{DriverError, Error};
+use super::{Backend, ClientEvent, Event, EventScope, PhysicalAllocation, StreamId, handed_on::handed_on};
+use crate::error::DriverError;
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
@@ -222,17 +220,7 @@ impl InjectBackend {
 }
 
 impl Backend for InjectBackend {
-    fn kind(&self) -> BackendKind {
-        self.inner.kind()
-    }
-
-    fn capabilities(&self) -> &Capabilities {
-        self.inner.capabilities()
-    }
-
-    fn memory(&self) -> Result<MemoryInfo, DriverError> {
-        self.inner.memory()
-    }
+    handed_on!();
 
     fn reserve(&self, bytes: u64) -> Result<u64, DriverError> {
         self.inner.reserve(bytes)
@@ -298,26 +286,6 @@ impl Backend for InjectBackend {
         self.mapped(to)
     }
 
-    fn of_all_threads(&self, stream: StreamId) -> StreamId {
-        self.inner.of_all_threads(stream)
-    }
-
-    fn retired(&self, stream: StreamId) {
-        self.inner.retired(stream);
-    }
-
-    fn stream_key(&self, stream: StreamId) -> Result<u64, Error> {
-        self.inner.stream_key(stream)
-    }
-
-    fn known_stream_key(&self, stream: StreamId) -> Option<u64> {
-        self.inner.known_stream_key(stream)
-    }
-
-    fn is_lasting(&self, stream: StreamId) -> bool {
-        self.inner.is_lasting(stream)
-    }
-
     fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
         self.inner.record(scope)
     }
@@ -347,10 +315,6 @@ impl Backend for InjectBackend {
         self.inner.adopt(event)
     }
 
-    fn recycle(&self, event: Event) {
-        self.inner.recycle(event);
-    }
-
     fn quiesce(&self) -> Result<(), DriverError> {
         if self.is_early() {
             return Ok(());
@@ -360,26 +324,10 @@ impl Backend for InjectBackend {
         done
     }
 
-    fn is_capturing(&self, stream: StreamId) -> bool {
-        self.inner.is_capturing(stream)
-    }
-
-    fn any_capturing(&self, streams: &[StreamId]) -> bool {
-        self.inner.any_capturing(streams)
-    }
-
-    fn device(&self) -> u32 {
-        self.inner.device()
-    }
-
     unsafe fn export(&self, handle: PhysicalAllocation) -> Result<(OwnedFd, u64), DriverError> {
         let inner = self.state.lock().inner(handle);
         // SAFETY: passed on to the caller.
         unsafe { self.inner.export(inner) }
-    }
-
-    fn device_id(&self) -> [u8; 16] {
-        self.inner.device_id()
     }
 
     fn import(&self, fd: BorrowedFd<'_>, start: u64, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
@@ -390,10 +338,6 @@ impl Backend for InjectBackend {
         let inner = self.state.lock().inner(handle);
         // SAFETY: passed on to the caller.
         unsafe { self.inner.release_shared(inner, bytes) }
-    }
-
-    fn now(&self) -> Duration {
-        self.inner.now()
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::backend::timeline::Timeline;
+use crate::backend::{BackendKind, Capabilities, MemoryInfo};
 use crate::error::DriverCall;
 use crate::units::GRANULE;
 
