@@ -15,7 +15,7 @@ pub(super) fn wrapped<const N: usize>(headings: [&str; N]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::UTF8_FULL_CONDENSED);
     table.set_content_arrangement(ContentArrangement::Dynamic);
-    if table.width().is_none() {
+    if grid::terminal().is_none() {
         table.set_width(WIDTH);
     }
     table.set_header(headings);

@@ -10,7 +10,8 @@ const SENTENCES: u16 = 200;
 
 /// Columns of the terminal that stdout is; `None` where it is none.
 pub(crate) fn terminal() -> Option<u16> {
-    comfy_table::Table::new().width()
+    // One that was told no size is as none.
+    comfy_table::Table::new().width().filter(|width| *width > 0)
 }
 
 /// An empty table with these headings.
