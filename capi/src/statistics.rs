@@ -63,7 +63,7 @@ pub struct xseg_statistics {
     pub handles_moved: u64,
     /// Bytes moved by remapping: growth that the moves saved.
     pub bytes_moved: u64,
-    /// Handles mapped a second time beside live parts.
+    /// Handles mapped a second time, so that an idle end of them is used while the rest is live elsewhere.
     pub handles_joined: u64,
     /// Idle handles given up so that smaller ones could be created.
     pub handles_rechunked: u64,
@@ -113,6 +113,10 @@ pub struct xseg_statistics {
     pub planned: u64,
     /// Blocks so far that the plan foresaw and that lie elsewhere, since their place was not free.
     pub planned_elsewhere: u64,
+    /// Bytes so far of the ends for which handles were mapped a second time.
+    pub bytes_joined: u64,
+    /// Second mappings so far that ended, so that the handle is one again where it was.
+    pub joins_ended: u64,
 }
 
 impl From<&Stats> for xseg_statistics {
@@ -169,13 +173,15 @@ impl From<&Stats> for xseg_statistics {
             imported: stats.imported,
             planned: stats.planned,
             planned_elsewhere: stats.planned_elsewhere,
+            bytes_joined: stats.bytes_joined,
+            joins_ended: stats.joins_ended,
         }
     }
 }
 
 /// The same by name, for bindings in other languages.
 #[must_use]
-pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 50] {
+pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 52] {
     let filled = xseg_statistics::from(stats);
     [
         ("allocated", filled.allocated),
@@ -228,6 +234,8 @@ pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 50] {
         ("imported", filled.imported),
         ("planned", filled.planned),
         ("planned_elsewhere", filled.planned_elsewhere),
+        ("bytes_joined", filled.bytes_joined),
+        ("joins_ended", filled.joins_ended),
     ]
 }
 
