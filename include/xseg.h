@@ -218,7 +218,7 @@ typedef struct xseg_statistics {
   uint64_t handles_moved;
   // Bytes moved by remapping: growth that the moves saved.
   uint64_t bytes_moved;
-  // Handles mapped a second time beside live parts.
+  // Handles mapped a second time, so that an idle end of them is used while the rest is live elsewhere.
   uint64_t handles_joined;
   // Idle handles given up so that smaller ones could be created.
   uint64_t handles_rechunked;
@@ -272,6 +272,10 @@ typedef struct xseg_statistics {
   // followed to its end, 4 it was left, 5 it foresaw none of the requests so far, 6 it takes more than the limit, 7 the heap
   // has no addresses for it, 8 it was given up after too many moves.
   uint64_t plan_state;
+  // Bytes so far of the ends for which handles were mapped a second time.
+  uint64_t bytes_joined;
+  // Second mappings so far that ended, so that the handle is one again where it was.
+  uint64_t joins_ended;
 } xseg_statistics;
 
 // What blocks with a tag take up on a device. Sizes in bytes.

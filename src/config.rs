@@ -127,6 +127,8 @@ pub struct Config {
     /// Pages move before memory is created when reserved exceeds (1 + slack) times the most that was live.
     /// `None`: a slack that the heap chooses; infinite: no such bound.
     pub slack: Option<f64>,
+    /// Idle ends of partly live handles are used at second mappings where memory runs out.
+    pub joins: bool,
     /// Largest request of the small pools; at most 1 MiB.
     pub small_limit: u64,
     /// What another stream needs before it takes a free block.
@@ -174,6 +176,7 @@ impl Default for Config {
             keep: 0,
             defrag: Defrag::OnPressure,
             slack: None,
+            joins: true,
             small_limit: MIB,
             cross_stream: CrossStream::Passed,
             streams: StreamHandles::Checked,

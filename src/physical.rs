@@ -2,7 +2,8 @@
 //!
 //! All of it is guarded by the heap's driver lock. The sets of granules say what a granule is:
 //! `mapped` (memory that blocks may use), `zombie` (still mapped, but its memory was given to another
-//! address) and `pinned` (something outside holds the address: it is never backed anew).
+//! address), `lent` (mapped, but used through the other mapping of a joined handle) and `pinned` (something outside holds
+//! the address: it is never backed anew).
 #![forbid(unsafe_code)]
 
 use crate::backend::PhysicalAllocation;
@@ -34,6 +35,8 @@ pub(crate) struct Handle {
     pub(crate) home: Option<u32>,
     /// Mappings left behind by moves, still mapped.
     pub(crate) zombies: u32,
+    /// Its idle start or end is used at a second mapping ([`Join`]).
+    pub(crate) joined: bool,
 }
 
 /// An old mapping of a moved handle, unmapped when its epoch has passed.
@@ -48,12 +51,48 @@ pub(crate) struct Zombie {
     pub(crate) node: u32,
 }
 
+/// A second mapping of a handle, through which its idle start or end is used while the rest is used at its home.
+#[derive(Debug, Clone)]
+pub(crate) struct Join {
+    pub(crate) handle: HandleId,
+    /// Of the handle.
+    pub(crate) granules: u32,
+    /// First granule of the second mapping.
+    pub(crate) at: u32,
+    /// Granules of the handle, at its start or end, that are used here, and nowhere else.
+    pub(crate) used: Range<u32>,
+    /// Segment that the second mapping's addresses belong to, and the node there of what is not used here; 0 while the
+    /// transaction is at work.
+    pub(crate) segment: u16,
+    pub(crate) shadow: u32,
+    /// Segment of the home, and the node there of what is used here.
+    pub(crate) home_segment: u16,
+    pub(crate) lent: u32,
+}
+
+impl Join {
+    /// Granules of addresses of the second mapping that are not usable.
+    pub(crate) fn shadow_granules(&self) -> Range<u32> {
+        if self.used.start > 0 {
+            self.at..self.at + self.used.start
+        } else {
+            self.at + self.used.end..self.at + self.granules
+        }
+    }
+
+    /// Those that are.
+    pub(crate) fn used_granules(&self) -> Range<u32> {
+        self.at + self.used.start..self.at + self.used.end
+    }
+}
+
 /// See the module's text.
 #[derive(Debug, Default)]
 pub(crate) struct Physical {
     pages: Vec<Page>,
     pub(crate) mapped: PageSet,
     pub(crate) zombie: PageSet,
+    pub(crate) lent: PageSet,
     pub(crate) pinned: PageSet,
     handles: Vec<Option<Handle>>,
     unused: Vec<HandleId>,
@@ -63,6 +102,7 @@ pub(crate) struct Physical {
     reserved: u64,
     peak_reserved: u64,
     pub(crate) zombies: Vec<Zombie>,
+    pub(crate) joins: Vec<Join>,
     edges: Arc<Edges>,
 }
 
@@ -132,7 +172,7 @@ impl Physical {
     pub(crate) fn created(&mut self, token: PhysicalAllocation, granules: u32) -> HandleId {
         self.reserved += u64::from(granules);
         self.peak_reserved = self.peak_reserved.max(self.reserved);
-        let handle = Handle { token, granules, home: None, zombies: 0 };
+        let handle = Handle { token, granules, home: None, zombies: 0, joined: false };
         if let Some(id) = self.unused.pop() {
             self.handles[id as usize] = Some(handle);
             return id;
@@ -158,13 +198,18 @@ impl Physical {
         let Some(Some(handle)) = self.handles.get_mut(id as usize) else { return };
         handle.home = Some(at);
         let range = at..at + handle.granules;
+        self.mapped.set(range.clone(), true);
+        self.enter(id, range);
+    }
+
+    /// Enters a handle's mapping into the page table.
+    fn enter(&mut self, id: HandleId, range: Range<u32>) {
         if self.pages.len() < range.end as usize {
             self.pages.resize((range.end as usize).next_power_of_two(), Page::default());
         }
         for (offset, granule) in range.clone().enumerate() {
             self.pages[granule as usize] = Page { handle: id, offset: offset as u32 };
         }
-        self.mapped.set(range.clone(), true);
         self.edges.set_handle(range);
     }
 
@@ -205,6 +250,40 @@ impl Physical {
         }
     }
 
+    /// Notes a second mapping: what is used there is lent by the home from now on.
+    pub(crate) fn joined(&mut self, join: Join) {
+        self.enter(join.handle, join.at..join.at + join.granules);
+        self.set_usable(join.used_granules(), true);
+        self.set_usable(join.shadow_granules(), false);
+        self.set_home(&join, false);
+        self.joins.push(join);
+    }
+
+    /// Notes that a second mapping is not used any more, and is a zombie up to this epoch: the home has all of the handle
+    /// again.
+    pub(crate) fn parted(&mut self, index: usize, epoch: u32) -> Join {
+        let join = self.joins.swap_remove(index);
+        self.lent.set(join.shadow_granules(), false);
+        self.set_home(&join, true);
+        let Join { handle, granules, at, segment, shadow: node, .. } = join;
+        self.left_behind(Zombie { handle, at, granules, epoch, segment, node });
+        join
+    }
+
+    fn set_usable(&mut self, granules: Range<u32>, usable: bool) {
+        self.mapped.set(granules.clone(), usable);
+        self.lent.set(granules, !usable);
+    }
+
+    /// Notes whether the home has what a join uses.
+    fn set_home(&mut self, join: &Join, usable: bool) {
+        let Some(Some(handle)) = self.handles.get_mut(join.handle as usize) else { return };
+        handle.joined = !usable;
+        if let Some(home) = handle.home {
+            self.set_usable(home + join.used.start..home + join.used.end, usable);
+        }
+    }
+
     /// Bytes of metadata held.
     pub(crate) fn metadata_bytes(&self) -> usize {
         self.pages.capacity() * size_of::<Page>() + self.handles.capacity() * size_of::<Option<Handle>>()
@@ -218,8 +297,19 @@ impl Physical {
             granules += u64::from(handle.granules);
             let Some(home) = handle.home else { continue };
             homes += handle.granules;
+            let join = self.joins.iter().find(|join| join.handle == id);
+            if join.is_some() != handle.joined {
+                return Err(format!("handle {id} and the list of joins differ"));
+            }
             for offset in 0..handle.granules {
-                if self.page(home + offset) != (Page { handle: id, offset }) || !self.mapped.contains(home + offset) {
+                let lent = join.is_some_and(|join| join.used.contains(&offset));
+                let usable = |granule| (self.mapped.contains(granule), self.lent.contains(granule));
+                if let Some(at) = join.map(|join| join.at + offset)
+                    && (self.page(at) != (Page { handle: id, offset }) || usable(at) != (lent, !lent))
+                {
+                    return Err(format!("granule {offset} of handle {id} is not where it is joined"));
+                }
+                if self.page(home + offset) != (Page { handle: id, offset }) || usable(home + offset) != (!lent, lent) {
                     return Err(format!("granule {} of handle {id} is not where its home says", offset));
                 }
             }
@@ -230,6 +320,18 @@ impl Physical {
         let mapped = self.mapped.iter().count();
         if mapped != homes as usize {
             return Err(format!("{mapped} granules mapped, {homes} in handles with a home"));
+        }
+        for join in &self.joins {
+            let handle = self.handle(join.handle).filter(|handle| handle.home.is_some());
+            if handle.map(|handle| handle.granules) != Some(join.granules)
+                || (join.used.start > 0) == (join.used.end < join.granules)
+            {
+                return Err(format!("handle {} is joined without a home, or no end of it", join.handle));
+            }
+        }
+        let lent: u32 = self.joins.iter().map(|join| join.granules).sum();
+        if self.lent.iter().count() != lent as usize {
+            return Err("the set of what is lent and the list of joins differ".into());
         }
         let zombies: u32 = self.zombies.iter().map(|zombie| zombie.granules).sum();
         if self.zombie.iter().count() != zombies as usize {

@@ -267,6 +267,8 @@ impl Subject for Xseg {
             gpu_waits: stats.gpu_waits,
             handles_moved: stats.handles_moved,
             handles_joined: stats.handles_joined,
+            bytes_joined: stats.bytes_joined,
+            joins_ended: stats.joins_ended,
             bytes_moved: stats.bytes_moved,
             bytes_copied: stats.bytes_copied,
             detail: match stats.plan {

@@ -63,7 +63,7 @@ pub struct xseg_statistics {
     pub handles_moved: u64,
     /// Bytes moved by remapping: growth that the moves saved.
     pub bytes_moved: u64,
-    /// Handles mapped a second time beside live parts.
+    /// Handles mapped a second time, so that an idle end of them is used while the rest is live elsewhere.
     pub handles_joined: u64,
     /// Idle handles given up so that smaller ones could be created.
     pub handles_rechunked: u64,
@@ -117,6 +117,10 @@ pub struct xseg_statistics {
     /// followed to its end, 4 it was left, 5 it foresaw none of the requests so far, 6 it takes more than the limit, 7 the heap
     /// has no addresses for it, 8 it was given up after too many moves.
     pub plan_state: u64,
+    /// Bytes so far of the ends for which handles were mapped a second time.
+    pub bytes_joined: u64,
+    /// Second mappings so far that ended, so that the handle is one again where it was.
+    pub joins_ended: u64,
 }
 
 impl From<&Stats> for xseg_statistics {
@@ -174,13 +178,15 @@ impl From<&Stats> for xseg_statistics {
             planned: stats.planned,
             planned_elsewhere: stats.planned_elsewhere,
             plan_state: stats.plan.code(),
+            bytes_joined: stats.bytes_joined,
+            joins_ended: stats.joins_ended,
         }
     }
 }
 
 /// The same by name, for bindings in other languages.
 #[must_use]
-pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 51] {
+pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 53] {
     let filled = xseg_statistics::from(stats);
     [
         ("allocated", filled.allocated),
@@ -234,6 +240,8 @@ pub fn named_statistics(stats: &Stats) -> [(&'static str, u64); 51] {
         ("planned", filled.planned),
         ("planned_elsewhere", filled.planned_elsewhere),
         ("plan_state", filled.plan_state),
+        ("bytes_joined", filled.bytes_joined),
+        ("joins_ended", filled.joins_ended),
     ]
 }
 

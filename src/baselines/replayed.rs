@@ -54,6 +54,9 @@ impl replay::Subject for Replayed {
             gpu_waits: figures.gpu_waits,
             handles_moved: figures.handles_moved,
             handles_joined: figures.handles_joined,
+            // Theirs are in `bytes_moved`, and are not counted apart.
+            bytes_joined: 0,
+            joins_ended: 0,
             bytes_moved: figures.bytes_moved,
             bytes_copied: figures.bytes_copied,
             detail: serde_json::json!({ "retries": figures.retries }),

@@ -53,7 +53,7 @@ impl Key {
 }
 
 /// Every key, in the order of the documentation.
-pub const KEYS: [Key; 19] = [
+pub const KEYS: [Key; 20] = [
     Key {
         name: "limit",
         meaning: "most physical memory that may exist; auto leaves 512 MiB or 1 %, whichever is more, to others",
@@ -199,6 +199,17 @@ pub const KEYS: [Key; 19] = [
                 "unlimited" => Some(f64::INFINITY),
                 share_of_live => Some(between(share(share_of_live)?, 0.0, EXCESS_MAX)?),
             };
+            Ok(())
+        },
+    },
+    Key {
+        name: "joins",
+        meaning: "where memory runs out, idle ends of partly live pieces of it are used at second mappings",
+        values: "on or off",
+        default: "on",
+        show: |c| named(&SWITCH, c.joins),
+        set: |c, v| {
+            c.joins = chosen(&SWITCH, v)?;
             Ok(())
         },
     },

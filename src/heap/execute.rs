@@ -6,12 +6,14 @@
 #![forbid(unsafe_code)]
 
 use super::inner::{Block, Inner, SegmentGuard, Slow, Wanted};
+use super::joins::part_joined;
 use crate::error::DriverError;
 use crate::physical::{HandleId, Zombie};
 use crate::plan::{Fill, Placement, Source, Supply, Victim};
-use crate::segment::nodes::{Kind, NodeId};
+use crate::segment::nodes::{Kind, NIL, NodeId};
 use crate::segment::{Claim, Segment, Stamp};
 use crate::units::{GRANULE, UNITS_PER_GRANULE};
+use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// How a transaction ended.
@@ -24,14 +26,29 @@ pub(crate) enum Outcome {
     Failed(DriverError),
 }
 
-/// A victim whose addresses are claimed.
-#[derive(Debug, Clone, Copy)]
-struct Held {
-    victim: Victim,
-    node: NodeId,
+/// A victim whose addresses are claimed, or a handle of which an idle end is.
+#[derive(Debug, Clone)]
+pub(super) struct Held {
+    pub(super) victim: Victim,
+    /// What is claimed.
+    granules: Range<u32>,
+    pub(super) node: NodeId,
     stamp: Stamp,
     /// What became of it.
-    done: bool,
+    pub(super) done: bool,
+}
+
+impl Held {
+    /// What a source takes from elsewhere; nothing is claimed yet.
+    fn of(victim: Victim, granules: Range<u32>) -> Self {
+        Self { victim, granules, node: NIL, stamp: Stamp::default(), done: false }
+    }
+
+    fn claim(&mut self, segment: &mut Segment, claim: Claim) -> bool {
+        let claimed = claim_granules(segment, claim, self.victim.node, self.granules.clone());
+        (self.node, self.stamp) = claimed.unwrap_or((NIL, Stamp::default()));
+        claimed.is_some()
+    }
 }
 
 impl Inner {
@@ -45,45 +62,38 @@ impl Inner {
         supply: &Supply,
     ) -> Outcome {
         let claim = self.claim_elsewhere(wanted);
-        // Growth past the block's end claims those addresses too.
+        // Growth past the block's end claims those addresses too, and so do whole handles that are joined.
         let mut range = placement.claim.clone();
         for fill in &supply.fills {
+            range.start = range.start.min(fill.at * UNITS_PER_GRANULE);
             range.end = range.end.max((fill.at + fill.granules) * UNITS_PER_GRANULE);
         }
         let (target, stamp) = segment.carve(placement.first, range.clone(), Kind::Busy);
-        let moved = supply.fills.iter().filter_map(|fill| match fill.source {
-            Source::Move(victim) => Some(victim),
-            _ => None,
+        let whole = |victim: Victim| Held::of(victim, victim.home..victim.home + victim.granules);
+        let taken = supply.fills.iter().filter_map(|fill| match fill.source {
+            Source::Move(victim) => Some(whole(victim)),
+            Source::Join(end) => Some(Held::of(end.whole, end.granules_at(end.whole.home))),
+            Source::Cached | Source::Create => None,
         });
-        let mut held: Vec<Held> = Vec::new();
+        let mut held: Vec<Held> = supply.release.iter().copied().map(whole).chain(taken).collect();
         let mut stale = false;
-        for victim in supply.release.iter().copied().chain(moved) {
-            let claimed =
-                if victim.segment == wanted.segment { claim_victim(&mut segment, claim, &victim) } else { None };
-            match claimed {
-                Some((node, stamp)) => held.push(Held { victim, node, stamp, done: false }),
-                None if victim.segment != wanted.segment => {
-                    held.push(Held { victim, node: 0, stamp: Stamp::default(), done: false });
-                }
-                None => stale = true,
-            }
+        for one in held.iter_mut().filter(|one| one.victim.segment == wanted.segment) {
+            stale |= !one.claim(&mut segment, claim);
         }
         drop(segment);
-        for one in held.iter_mut().filter(|one| one.node == 0) {
-            match claim_victim(&mut self.segment(one.victim.segment), claim, &one.victim) {
-                Some((node, stamp)) => (one.node, one.stamp) = (node, stamp),
-                None => stale = true,
-            }
+        for one in held.iter_mut().filter(|one| one.victim.segment != wanted.segment) {
+            stale |= !one.claim(&mut self.segment(one.victim.segment), claim);
         }
-        held.retain(|one| one.node != 0);
+        held.retain(|one| one.node != NIL);
         let mut created = Vec::new();
-        let moves = supply.fills.iter().any(|fill| matches!(fill.source, Source::Move(_)));
+        let moves = supply.fills.iter().any(|fill| matches!(fill.source, Source::Move(_) | Source::Join(_)));
         let _range = self.nvtx.range(if moves { c"xseg move" } else { c"xseg grow" });
-        let worked = if stale { Ok(()) } else { self.work(slow, supply, &mut held, &mut created) };
+        let worked = if stale { Ok(()) } else { self.work(slow, wanted, supply, &mut held, &mut created) };
         if stale || worked.is_err() {
             for id in created {
                 self.destroy_handle(slow, id);
             }
+            self.undo_joins(slow);
         }
         for one in &held {
             self.settle(slow, one);
@@ -93,17 +103,20 @@ impl Inner {
         let stamp = Stamp { owner: wanted.stream.slot, epoch: latest };
         let passed = self.epochs.passed();
         let mut segment = self.segment(wanted.segment);
-        if stale || worked.is_err() {
-            segment.restore(target, stamp, passed, |granule| slow.physical.mapped.contains(granule));
+        let left = part_joined(slow, &mut segment, target);
+        let Some(mut node) = left.filter(|_| !stale && worked.is_ok()) else {
+            if let Some(node) = left {
+                segment.restore(node, stamp, passed, |granule| slow.physical.mapped.contains(granule));
+            }
             return worked.err().map_or(Outcome::Stale, Outcome::Failed);
-        }
-        let mut node = target;
-        if placement.block.start > range.start {
-            let rest = segment.split_off(node, placement.block.start - range.start);
+        };
+        let (start, end) = (segment.nodes[node].start, segment.nodes[node].end());
+        if placement.block.start > start {
+            let rest = segment.split_off(node, placement.block.start - start);
             segment.free(node, stamp, passed);
             node = rest;
         }
-        if placement.block.end < range.end {
+        if placement.block.end < end {
             let rest = segment.split_off(node, placement.block.end - placement.block.start);
             segment.free(rest, stamp, passed);
         }
@@ -116,6 +129,7 @@ impl Inner {
     fn work(
         &self,
         slow: &mut Slow,
+        wanted: &Wanted,
         supply: &Supply,
         held: &mut [Held],
         created: &mut Vec<HandleId>,
@@ -154,6 +168,12 @@ impl Inner {
                         one.ok_or_else(|| DriverError::new(crate::error::DriverCall::Map, "a victim is missing"))?;
                     self.move_handle(slow, one, fill)?;
                 }
+                Source::Join(end) => {
+                    let one = held.iter_mut().find(|one| one.victim == end.whole && !one.done);
+                    let one = one
+                        .ok_or_else(|| DriverError::new(crate::error::DriverCall::Map, "a handle's end is missing"))?;
+                    self.join_handle(slow, one, &end, fill.at, wanted.segment)?;
+                }
             }
         }
         Ok(())
@@ -171,7 +191,7 @@ impl Inner {
         Ok(slow.physical.created(token, granules))
     }
 
-    fn token(slow: &Slow, id: HandleId) -> (crate::backend::PhysicalAllocation, u64) {
+    pub(super) fn token(slow: &Slow, id: HandleId) -> (crate::backend::PhysicalAllocation, u64) {
         let handle = slow.physical.handle(id);
         handle.map_or((crate::backend::PhysicalAllocation(0), 0), |h| (h.token, u64::from(h.granules) * GRANULE))
     }
@@ -255,8 +275,12 @@ impl Inner {
     /// Gives a victim's addresses their new state.
     fn settle(&self, slow: &Slow, one: &Held) {
         let mut segment = self.segment(one.victim.segment);
-        if slow.physical.zombie.contains(one.victim.home) {
+        if slow.physical.zombie.contains(one.granules.start) {
             segment.nodes[one.node].kind = Kind::Zombie;
+            return;
+        }
+        if slow.physical.lent.contains(one.granules.start) {
+            segment.set_aside(one.node, Kind::Lent);
             return;
         }
         segment.restore(one.node, one.stamp, self.epochs.passed(), |granule| slow.physical.mapped.contains(granule));
@@ -285,10 +309,15 @@ impl Inner {
 
 /// Claims the addresses of a victim, if they are still free for the claim.
 pub(crate) fn claim_victim(segment: &mut Segment, claim: Claim, victim: &Victim) -> Option<(NodeId, Stamp)> {
-    let node = &segment.nodes[victim.node];
-    let range = victim.home * UNITS_PER_GRANULE..(victim.home + victim.granules) * UNITS_PER_GRANULE;
+    claim_granules(segment, claim, victim.node, victim.home..victim.home + victim.granules)
+}
+
+/// Claims granules that a plan saw in the free node `seen`.
+fn claim_granules(segment: &mut Segment, claim: Claim, seen: NodeId, granules: Range<u32>) -> Option<(NodeId, Stamp)> {
+    let node = &segment.nodes[seen];
+    let range = granules.start * UNITS_PER_GRANULE..granules.end * UNITS_PER_GRANULE;
     let first = if node.kind == Kind::Free && node.start <= range.start && node.end() >= range.end {
-        victim.node
+        seen
     } else {
         // An earlier claim may have cut the node that the plan saw.
         segment.free_nodes(UNITS_PER_GRANULE).find(|id| {
@@ -296,7 +325,7 @@ pub(crate) fn claim_victim(segment: &mut Segment, claim: Claim, victim: &Victim)
             node.start <= range.start && node.end() >= range.end
         })?
     };
-    let epoch = segment.last_use(first, victim.home..victim.home + victim.granules);
+    let epoch = segment.last_use(first, granules);
     if !claim.may_take(&segment.nodes[first]) && epoch > claim.horizon {
         return None;
     }

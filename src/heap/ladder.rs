@@ -25,7 +25,7 @@ const STUCK: u32 = 1000;
 /// Refusals one after the other after which a host wait gives up: the device, and not one call, has failed.
 const REFUSALS: u32 = 8;
 /// Places that are tried before there is none.
-const PLACES: usize = 64;
+pub(super) const PLACES: usize = 64;
 /// Share of live memory that `defrag:eager` lets lie idle.
 const EAGER_SLACK: f64 = 0.009;
 /// Share of the most that was live that may lie idle before a huge request moves pages, where no limit was set.
@@ -137,6 +137,7 @@ impl Inner {
         self.epochs.poll(backend);
         self.end_exports(slow);
         self.settle_pending();
+        self.end_joins(slow);
         if !self.quiesce {
             self.reap(slow);
         }
@@ -187,7 +188,10 @@ impl Inner {
                 Found::Plan(segment, placement, supply) => (segment, placement, supply),
                 // A handle behind free blocks of several streams can move once they are one block.
                 Found::Nothing if self.merge_passed() => continue,
-                Found::Nothing => return Ok(Rung::Nothing(refusal)),
+                Found::Nothing => match self.plan_joined(slow, self.segment(wanted.segment), wanted, cap)? {
+                    Found::Plan(segment, placement, supply) => (segment, placement, supply),
+                    Found::Nothing => return Ok(Rung::Nothing(refusal)),
+                },
             };
             match self.execute(slow, segment, wanted, &placement, &supply) {
                 Outcome::Done(block) => return Ok(Rung::Served(block)),

@@ -17,7 +17,7 @@ pub enum RegionState {
     Free,
     /// Freed, waiting for the streams that it was declared used on, or for other processes that imported it.
     Pending,
-    /// Still mapped, but its memory was given to another address.
+    /// Still mapped, but its memory was given to another address, also a part that is used there (a joined handle).
     Zombie,
 }
 
@@ -56,7 +56,7 @@ impl Inner {
                     Kind::Live => RegionState::Live,
                     Kind::Free | Kind::Cached => RegionState::Free,
                     Kind::Pending => RegionState::Pending,
-                    Kind::Zombie => RegionState::Zombie,
+                    Kind::Zombie | Kind::Lent => RegionState::Zombie,
                     // Claims are made under the driver lock only, so that none is under way.
                     Kind::Unmapped | Kind::Busy => continue,
                 };

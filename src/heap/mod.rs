@@ -10,6 +10,7 @@ mod export;
 mod hot;
 mod import;
 mod inner;
+mod joins;
 mod ladder;
 mod last;
 mod layout;

@@ -279,6 +279,9 @@ impl Inner {
         lent: &HashSet<HandleId>,
     ) -> std::result::Result<(), crate::error::DriverError> {
         let mut done = Ok(());
+        while !slow.physical.joins.is_empty() {
+            slow.physical.parted(0, 0);
+        }
         for zombie in std::mem::take(&mut slow.physical.zombies) {
             let address = self.space.address(zombie.at * UNITS_PER_GRANULE);
             match self.driver.unmap(address, u64::from(zombie.granules) * GRANULE) {
@@ -327,11 +330,14 @@ impl Inner {
                 let node = &segment.nodes[id];
                 let range = node.start / UNITS_PER_GRANULE..node.end().div_ceil(UNITS_PER_GRANULE);
                 let all = range.end - range.start;
-                let (mapped, zombie) = (slow.physical.mapped.count(range.clone()), slow.physical.zombie.count(range));
+                let (mapped, lent) =
+                    (slow.physical.mapped.count(range.clone()), slow.physical.lent.count(range.clone()));
+                let zombie = slow.physical.zombie.count(range);
                 let right = match node.kind {
                     Kind::Live | Kind::Free | Kind::Pending => mapped == all,
-                    Kind::Unmapped => mapped == 0 && zombie == 0,
+                    Kind::Unmapped => mapped == 0 && zombie == 0 && lent == 0,
                     Kind::Zombie => mapped == 0 && zombie == all,
+                    Kind::Lent => mapped == 0 && lent == all,
                     // Nothing is kept unmerged in a segment that was just locked.
                     Kind::Busy | Kind::Cached => false,
                 };

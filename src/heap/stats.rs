@@ -18,6 +18,8 @@ pub(crate) struct Counters {
     pub(crate) handles_moved: AtomicU64,
     pub(crate) bytes_moved: AtomicU64,
     pub(crate) handles_joined: AtomicU64,
+    pub(crate) bytes_joined: AtomicU64,
+    pub(crate) joins_ended: AtomicU64,
     pub(crate) handles_rechunked: AtomicU64,
     pub(crate) bytes_rechunked: AtomicU64,
     pub(crate) handles_trimmed: AtomicU64,
@@ -88,8 +90,12 @@ pub struct Stats {
     pub handles_moved: u64,
     /// Bytes moved by remapping: growth that the moves saved.
     pub bytes_moved: u64,
-    /// Handles mapped a second time beside live parts.
+    /// Handles mapped a second time, so that an idle end of them is used while the rest is live elsewhere.
     pub handles_joined: u64,
+    /// Bytes of those ends: memory that nothing else could use.
+    pub bytes_joined: u64,
+    /// Second mappings that ended, so that the handle is one again where it was.
+    pub joins_ended: u64,
     /// Idle handles given up so that smaller ones could be created.
     pub handles_rechunked: u64,
     /// Their bytes.
@@ -146,6 +152,8 @@ impl Inner {
             handles_moved: get(&counters.handles_moved),
             bytes_moved: get(&counters.bytes_moved),
             handles_joined: get(&counters.handles_joined),
+            bytes_joined: get(&counters.bytes_joined),
+            joins_ended: get(&counters.joins_ended),
             handles_rechunked: get(&counters.handles_rechunked),
             bytes_rechunked: get(&counters.bytes_rechunked),
             handles_trimmed: get(&counters.handles_trimmed),

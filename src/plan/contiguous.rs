@@ -27,7 +27,7 @@ pub(crate) fn addresses(segment: &mut Segment, granules: u32, claim: Claim) -> O
 /// The placement on an idle handle where it lies.
 pub(crate) fn in_place(victim: &Victim) -> Placement {
     let range = victim.home * UNITS_PER_GRANULE..(victim.home + victim.granules) * UNITS_PER_GRANULE;
-    Placement { first: victim.node, block: range.clone(), claim: range, missing: Vec::new(), room: 0 }
+    Placement { first: victim.node, block: range.clone(), claim: range, missing: Vec::new(), room: 0, before: 0 }
 }
 
 /// One handle of `granules` at `at`: from the cache, new, moved, or created in place of idle ones, whose epoch

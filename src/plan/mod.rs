@@ -1,12 +1,14 @@
 //! Planning: which addresses a request gets and which handles go behind them.
 //!
 //! Pure functions of a segment's nodes, the page table and counters; nothing here calls the driver or
-//! changes state. [`place`] chooses the addresses, [`source`] the memory, [`contiguous`] both for blocks on one handle; the heap executes the result
-//! in one place (`heap::execute`).
+//! changes state. [`place`] chooses the addresses, [`source`] the memory, [`join`] memory that nothing else can use (idle ends
+//! of partly live handles), [`contiguous`] both for blocks on one handle; the heap executes the result in one place
+//! (`heap::execute`).
 #![forbid(unsafe_code)]
 
 pub(crate) mod ahead;
 pub(crate) mod contiguous;
+pub(crate) mod join;
 pub(crate) mod place;
 pub(crate) mod source;
 
@@ -25,8 +27,10 @@ pub(crate) struct Placement {
     pub(crate) claim: Range<u32>,
     /// Runs of granules without memory, ascending.
     pub(crate) missing: Vec<Range<u32>>,
-    /// Addresses without memory that follow the claim, up to which growth may go on.
+    /// Addresses without memory that follow the claim, up to which growth may go on, in granules.
     pub(crate) room: u32,
+    /// The same before the claim, where the block's first granule misses.
+    pub(crate) before: u32,
 }
 
 /// A whole handle that lies idle behind free addresses and may be moved.
@@ -45,6 +49,29 @@ pub(crate) struct Victim {
     pub(crate) epoch: u32,
     /// No old mapping of it is left, so that releasing it would free its memory.
     pub(crate) releasable: bool,
+}
+
+/// Whole granules at a handle's start or end that lie idle while others of it do not. They may be used at a second mapping of
+/// the handle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct End {
+    /// The handle; node, age and epoch are those of the idle part.
+    pub(crate) whole: Victim,
+    /// The idle part, in granules from the handle's start.
+    pub(crate) from: u32,
+    pub(crate) to: u32,
+}
+
+impl End {
+    /// Idle granules.
+    pub(crate) fn len(&self) -> u32 {
+        self.to - self.from
+    }
+
+    /// Granules of addresses of the idle part, where the handle is mapped at `at`.
+    pub(crate) fn granules_at(&self, at: u32) -> Range<u32> {
+        at + self.from..at + self.to
+    }
 }
 
 impl Placement {
@@ -70,6 +97,8 @@ pub(crate) enum Source {
     Create,
     /// A handle that lies idle elsewhere.
     Move(Victim),
+    /// A second mapping of a handle, of which the idle end is used here and the rest stays where it is.
+    Join(End),
 }
 
 /// One handle to put at `at`. Sizes in granules.

@@ -147,6 +147,18 @@ pub(crate) fn exactly(segment: &Segment, first: NodeId, start: u32, request: Req
     (end >= start + request.len).then(|| at(&places.pieces, start, request.len))
 }
 
+/// A place in the shortest run of addresses without memory that has so many granules before and after the block; the lowest of
+/// equals.
+pub(crate) fn roomy(segment: &Segment, request: Request, before: u32, after: u32) -> Option<Placement> {
+    let granules = before.checked_add(granule_ceil(request.len))?.checked_add(after)?;
+    let len = granules.checked_mul(UNITS_PER_GRANULE)?;
+    let fits = segment.unmapped_nodes().filter(|id| segment.nodes[*id].len >= len);
+    let node = fits.min_by_key(|id| (segment.nodes[*id].len, segment.nodes[*id].start))?;
+    let (start, end) = (segment.nodes[node].start, segment.nodes[node].end());
+    let hole = [Piece { node, start, end, mapped: false, last: false }];
+    Some(at(&hole, start + before * UNITS_PER_GRANULE, request.len))
+}
+
 /// May the request lie on this node?
 fn usable(node: &Node, request: Request) -> bool {
     match node.kind {
@@ -181,7 +193,8 @@ fn candidates(hole: &[Piece], request: Request) -> Vec<u32> {
 /// The placement at `start` of a hole.
 fn at(hole: &[Piece], start: u32, len: u32) -> Placement {
     let end = start + len;
-    let mut placement = Placement { first: 0, block: start..end, claim: start..end, missing: Vec::new(), room: 0 };
+    let mut placement =
+        Placement { first: 0, block: start..end, claim: start..end, missing: Vec::new(), room: 0, before: 0 };
     for piece in hole.iter().filter(|piece| piece.end > start) {
         if piece.start >= end {
             // Growth goes on from the last missing run, never over memory that lies between.
@@ -195,6 +208,9 @@ fn at(hole: &[Piece], start: u32, len: u32) -> Placement {
         }
         if placement.first == 0 {
             placement.first = piece.node;
+            if !piece.mapped {
+                placement.before = granule_floor(start) - piece.start / UNITS_PER_GRANULE;
+            }
         }
         if !piece.mapped {
             let run = granule_floor(piece.start.max(start))..granule_ceil(piece.end.min(end));
@@ -236,6 +252,26 @@ mod tests {
             }
         }
         segment
+    }
+
+    #[test]
+    fn a_roomy_place_lies_in_the_shortest_run_with_room_at_both_ends() {
+        let mut segment = Segment::default();
+        for (start, granules) in [(0, 20), (20, 12), (32, 12), (44, 9)] {
+            segment.add_span(start * UNITS_PER_GRANULE, granules * UNITS_PER_GRANULE);
+        }
+        let place = |len, before, after| {
+            let request = Request { len, align: 1, claim: Claim { owner: 1, horizon: 0 } };
+            let place = roomy(&segment, request, before, after)?;
+            assert_eq!((place.block.end - place.block.start, place.missing.len()), (len, 1));
+            Some((place.missing[0].clone(), place.before, place.room))
+        };
+        let len = 3 * UNITS_PER_GRANULE + 1;
+        assert_eq!(place(len, 3, 4), Some((23..27, 3, 5)), "the lower of two equals");
+        assert_eq!(place(len, 3, 2), Some((47..51, 3, 2)));
+        assert_eq!(place(len, 8, 8), Some((8..12, 8, 8)));
+        assert_eq!(place(len, 8, 9), None);
+        assert_eq!(place(len, u32::MAX, 9), None);
     }
 
     #[test]

@@ -252,7 +252,7 @@ mod tests {
     use super::*;
 
     fn placement(run: Range<u32>) -> Placement {
-        Placement { first: 1, block: 0..1, claim: 0..1, missing: vec![run], room: 100 }
+        Placement { first: 1, block: 0..1, claim: 0..1, missing: vec![run], room: 100, before: 0 }
     }
 
     fn victim(handle: u32, granules: u32, age: u64) -> Victim {

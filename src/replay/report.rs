@@ -46,7 +46,11 @@ pub struct Report {
     pub handles_moved: u64,
     /// Handles whose idle part was mapped a second time.
     pub handles_joined: u64,
-    /// Bytes of handles moved or joined.
+    /// Bytes of those idle parts, where the allocator says so.
+    pub bytes_joined: u64,
+    /// Second mappings of them that ended, where the allocator says so.
+    pub joins_ended: u64,
+    /// Bytes of handles moved or, where `bytes_joined` says nothing, joined.
     pub bytes_moved: u64,
     /// Bytes of live data copied.
     pub bytes_copied: u64,
@@ -120,6 +124,8 @@ impl Report {
             gpu_waits: figures.gpu_waits,
             handles_moved: figures.handles_moved,
             handles_joined: figures.handles_joined,
+            bytes_joined: figures.bytes_joined,
+            joins_ended: figures.joins_ended,
             bytes_moved: figures.bytes_moved,
             bytes_copied: figures.bytes_copied,
             wall_ms: millis(outcome.wall),

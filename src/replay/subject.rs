@@ -41,7 +41,11 @@ pub struct Figures {
     pub handles_moved: u64,
     /// Handles whose idle part was mapped a second time.
     pub handles_joined: u64,
-    /// Bytes of handles moved or joined.
+    /// Bytes of those idle parts, where the allocator says so.
+    pub bytes_joined: u64,
+    /// Second mappings of them that ended, where the allocator says so.
+    pub joins_ended: u64,
+    /// Bytes of handles moved or, where `bytes_joined` says nothing, joined.
     pub bytes_moved: u64,
     /// Bytes of live data copied.
     pub bytes_copied: u64,

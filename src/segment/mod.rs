@@ -169,6 +169,11 @@ impl Segment {
         })
     }
 
+    /// Nodes without memory.
+    pub(crate) fn unmapped_nodes(&self) -> impl Iterator<Item = NodeId> + '_ {
+        self.unmapped.iter().copied().filter(|id| self.nodes[*id].kind == Kind::Unmapped)
+    }
+
     /// Units in free nodes.
     pub(crate) fn free_units(&self) -> u64 {
         self.free_units

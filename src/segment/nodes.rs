@@ -27,6 +27,8 @@ pub(crate) enum Kind {
     Unmapped,
     /// Mapped, but its memory was given to another address; granule aligned.
     Zombie,
+    /// Mapped, but used through the other mapping of a joined handle; granule aligned.
+    Lent,
     /// Claimed by a transaction that is at work on it.
     Busy,
 }

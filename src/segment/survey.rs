@@ -72,7 +72,7 @@ impl Segment {
                 match node.kind {
                     Kind::Free => free += u64::from(node.len),
                     Kind::Live => live += 1,
-                    Kind::Unmapped | Kind::Zombie
+                    Kind::Unmapped | Kind::Zombie | Kind::Lent
                         if !node.start.is_multiple_of(UNITS_PER_GRANULE)
                             || !node.len.is_multiple_of(UNITS_PER_GRANULE) =>
                     {

@@ -166,7 +166,7 @@ fn ops() -> impl Strategy<Value = Op> {
     let micros = prop_oneof![1_u64..50, 50_u64..3000];
     prop_oneof![
         30 => (sizes(), align, stream.clone()).prop_map(|(bytes, align, stream)| Op::Alloc { bytes, align, stream }),
-        1 => (sizes(), stream.clone()).prop_map(|(bytes, stream)| Op::Contiguous { bytes, stream }),
+        3 => (sizes(), stream.clone()).prop_map(|(bytes, stream)| Op::Contiguous { bytes, stream }),
         26 => which.clone().prop_map(|which| Op::Free { which }),
         8 => (1_usize..4, micros.clone()).prop_map(|(times, micros)| Op::Again { times, micros }),
         20 => (which.clone(), stream.clone(), micros.clone())
@@ -287,7 +287,7 @@ fn random_sequences_agree_with_the_shadow() {
     let mut bytes = [0; 32];
     bytes[..4].copy_from_slice(&seed.to_le_bytes());
     let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
-    let totals = std::cell::Cell::new([0_u64; 8]);
+    let totals = std::cell::Cell::new([0_u64; 9]);
     let outcome = runner.run(&(policies(), vec(ops(), steps)), |(policy, ops)| {
         let (stats, served, refused) = run(&policy, &ops);
         let now = [
@@ -298,6 +298,7 @@ fn random_sequences_agree_with_the_shadow() {
             stats.handles_trimmed,
             stats.host_waits,
             stats.gpu_waits,
+            stats.handles_joined,
             stats.driver_calls.total(),
         ];
         totals.set(std::array::from_fn(|i| totals.get()[i] + now[i]));
@@ -307,7 +308,10 @@ fn random_sequences_agree_with_the_shadow() {
         panic!("{why}\n{policy:?}\n{:?}", shortened(policy, ops.clone()));
     }
     outcome.unwrap();
-    println!("served, refused, moved, re-chunked, trimmed, host waits, GPU waits, driver calls: {:?}", totals.get());
+    println!(
+        "served, refused, moved, re-chunked, trimmed, host waits, GPU waits, joined, driver calls: {:?}",
+        totals.get()
+    );
     // The sequences reach every rung, and few requests fail.
     assert!(totals.get().iter().all(|total| *total > 0));
     assert!(totals.get()[1] * 2 < totals.get()[0]);

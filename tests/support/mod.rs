@@ -141,18 +141,27 @@ impl Lab {
 
     /// Writes the first word of a block, where there is memory.
     pub fn set_word(&self, block: &Allocation, word: u64) {
+        self.set_word_at(block.address(), word);
+    }
+
+    pub fn set_word_at(&self, address: u64, word: u64) {
         if let Device::Host(host) = &self.device {
-            host.0.write(block.address(), &word.to_le_bytes()).unwrap();
+            host.0.write(address, &word.to_le_bytes()).unwrap();
         }
     }
 
     /// The first word of a block is this one, where there is memory.
     #[track_caller]
     pub fn expect_word(&self, block: &Allocation, word: u64) {
+        self.expect_word_at(block.address(), word);
+    }
+
+    #[track_caller]
+    pub fn expect_word_at(&self, address: u64, word: u64) {
         if let Device::Host(host) = &self.device {
             let mut found = [0; 8];
-            host.0.read(block.address(), &mut found).unwrap();
-            assert_eq!(u64::from_le_bytes(found), word);
+            host.0.read(address, &mut found).unwrap();
+            assert_eq!(u64::from_le_bytes(found), word, "at {address:#x}");
         }
     }
 
