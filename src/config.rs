@@ -60,6 +60,15 @@ pub enum CrossStream {
     Wait,
 }
 
+/// How large pieces of physical memory are under a limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Handles {
+    /// Few and large: the least driver time.
+    Large,
+    /// Many and small: the least memory.
+    Small,
+}
+
 /// How a CUDA stream is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StreamHandles {
@@ -116,6 +125,8 @@ pub struct Config {
     pub growth: Growth,
     /// Largest handle; whole granules.
     pub handle_max: u64,
+    /// How large handles are under a limit, up to `handle_max`.
+    pub handles: Handles,
     /// Memory created and mapped at start.
     pub warmup: u64,
     /// When idle memory goes back.
@@ -171,6 +182,7 @@ impl Default for Config {
             reserve: None,
             growth: Growth::Step(64 * MIB),
             handle_max: 32 * MIB,
+            handles: Handles::Large,
             warmup: 0,
             shrink: Shrink::Oom,
             keep: 0,

@@ -5,10 +5,14 @@
 //! chosen by measurement over all traces (`policy-notes.md`).
 #![forbid(unsafe_code)]
 
+use crate::config::Handles;
+
 /// A handle of memory that stays is at most this share of the limit.
 const STAYING: u64 = 384;
 /// A handle of memory that comes and goes is at most this share of the limit.
 const CHURNING: u64 = 700;
+/// With `handles:small`, at most this share of the limit, whatever the memory.
+const SMALL: u64 = 2800;
 /// Memory counts as staying until a third of what was allocated has been freed again.
 const CHURN_AFTER: u64 = 3;
 /// A handle is at most this share of what may still be created: sizes fall as memory fills, so that
@@ -44,12 +48,20 @@ const fn floor_pow2(n: u64) -> u32 {
 
 /// Largest handle for a large request of `asked` under a limit, while `headroom` may still be created: `taken` and `freed`
 /// are what large blocks were given and gave back so far, in any one unit.
-pub(crate) fn handle_size(asked: u64, limit: u64, headroom: u64, handle_max: u32, (taken, freed): (u64, u64)) -> u32 {
-    let share = if freed.saturating_mul(CHURN_AFTER) < taken.max(1) {
-        limit / STAYING
-    } else {
-        // Half a granule less: so much is lost at a block's edge whatever the handle, and in a small heap it counts.
-        (limit.saturating_mul(2) / CHURNING).saturating_sub(1) / 2
+pub(crate) fn handle_size(
+    handles: Handles,
+    asked: u64,
+    limit: u64,
+    headroom: u64,
+    handle_max: u32,
+    (taken, freed): (u64, u64),
+) -> u32 {
+    // Half a granule less: so much is lost at a block's edge whatever the handle, and in a small heap it counts.
+    let of_limit = |share: u64| (limit.saturating_mul(2) / share).saturating_sub(1) / 2;
+    let share = match handles {
+        Handles::Small => of_limit(SMALL),
+        Handles::Large if freed.saturating_mul(CHURN_AFTER) < taken.max(1) => limit / STAYING,
+        Handles::Large => of_limit(CHURNING),
     };
     handle_max.min(floor_pow2(share.max(asked / REQUEST).min(headroom / LAST)))
 }
@@ -57,9 +69,9 @@ pub(crate) fn handle_size(asked: u64, limit: u64, headroom: u64, handle_max: u32
 /// Largest handles for memory that stays and for memory that comes and goes, under a limit and with all of it left, whatever
 /// the request: what `handle_max` comes to.
 #[cfg(feature = "cli")]
-pub(crate) fn largest_handles(limit: u64, handle_max: u32, eager: bool) -> (u32, u32) {
+pub(crate) fn largest_handles(handles: Handles, limit: u64, handle_max: u32, eager: bool) -> (u32, u32) {
     let most = if eager { eager_handle_size(0, handle_max) } else { handle_max };
-    let size = |churn| handle_size(0, limit, limit, most, churn);
+    let size = |churn| handle_size(handles, 0, limit, limit, most, churn);
     (size((1, 0)), size((1, 1)))
 }
 
@@ -79,7 +91,7 @@ pub(crate) fn is_crowded(reserved: u64, allowed: u64) -> bool {
 pub(crate) fn planned_handle_size(planned: u64, repeats: bool, limit: u64, headroom: u64, handle_max: u32) -> u32 {
     let share = planned / if repeats { PLANNED_STEP } else { PLANNED_RUN };
     let size = handle_max.saturating_mul(PLANNED_TIMES).min(floor_pow2(share));
-    size.max(handle_size(0, limit, headroom, handle_max, (1, 1)))
+    size.max(handle_size(Handles::Large, 0, limit, headroom, handle_max, (1, 1)))
 }
 
 /// Granules that a growth step creates at least, when `step` is asked for.
@@ -94,7 +106,7 @@ mod tests {
     #[test]
     fn sizes_fall_with_churn_and_with_what_is_left() {
         let gib = 512;
-        let size = |limit, headroom, churn| handle_size(64, limit, headroom, 32, churn);
+        let size = |limit, headroom, churn| handle_size(Handles::Large, 64, limit, headroom, 32, churn);
         assert_eq!(size(24 * gib, 24 * gib, (100, 0)), 32);
         assert_eq!(size(24 * gib, 24 * gib, (0, 0)), 32, "the first block");
         assert_eq!(size(24 * gib, 24 * gib, (100, 33)), 32);
@@ -117,8 +129,23 @@ mod tests {
     }
 
     #[test]
+    fn small_handles_are_a_share_of_the_limit_whatever_the_memory() {
+        let gib = 512;
+        let size = |limit, headroom, churn| handle_size(Handles::Small, 64, limit, headroom, 32, churn);
+        for churn in [(100, 0), (100, 90)] {
+            assert_eq!([9, 24, 48, 140].map(|limit| size(limit * gib, limit * gib, churn)), [1, 4, 8, 16]);
+        }
+        assert_eq!(size(24 * gib, 32, (100, 0)), 2);
+        assert_eq!(
+            handle_size(Handles::Small, 4096, 24 * gib, 24 * gib, 32, (1, 1)),
+            32,
+            "a large request gets larger ones"
+        );
+    }
+
+    #[test]
     fn a_block_of_many_handles_gets_larger_ones() {
-        let size = |asked, headroom, handle_max| handle_size(asked, 5000, headroom, handle_max, (1, 1));
+        let size = |asked, headroom, handle_max| handle_size(Handles::Large, asked, 5000, headroom, handle_max, (1, 1));
         assert_eq!([127, 256, 512, 1024, 2048, 4096].map(|asked| size(asked, 1000, 32)), [4, 4, 4, 8, 16, 32]);
         assert_eq!((size(4096, 1000, 1), size(4096, 64, 32)), (1, 4), "handle_max and what is left bound it");
     }

@@ -57,6 +57,19 @@ def test_the_switch_needs_no_torch() -> None:
     assert done.stdout.split() == ["off", "off", "False"], done.stderr
 
 
+def test_memory_is_made_of_small_pieces_unless_the_policy_says_how_large() -> None:
+    added = _torch._with_small_handles
+    assert [added(conf) for conf in ("", "  ", "limit:4GiB", "limit:4GiB, ")] == [
+        "handles:small",
+        "handles:small",
+        "limit:4GiB,handles:small",
+        "limit:4GiB,handles:small",
+    ]
+    for said in ("handles:large", "limit:4GiB, handles : large", "handles:small,nvtx:on"):
+        assert added(said) == said and _native.check_conf(said) is not None
+    assert _native.check_conf(added("handle_max:8MiB")) == "handle_max:8MiB,handles:small"
+
+
 def test_install_refuses_what_cannot_work() -> None:
     with pytest.raises(xseg.ConfigError, match="did you mean"):
         xseg.install("limitt:4G")

@@ -145,7 +145,7 @@ fn look(name: &'static str, choice: BackendChoice, config: &Config) -> Info {
                     info.limit = (limit != u64::MAX).then_some(limit);
                     let most = u32::try_from(most).unwrap_or(u32::MAX);
                     let (staying, churning) =
-                        policy::largest_handles(limit / GRANULE, most, config.defrag == Defrag::Eager);
+                        policy::largest_handles(config.handles, limit / GRANULE, most, config.defrag == Defrag::Eager);
                     info.handles_staying = Some(u64::from(staying) * GRANULE);
                     info.handles_churning = Some(u64::from(churning) * GRANULE);
                 }

@@ -309,7 +309,8 @@ impl Inner {
             (Defrag::OnPressure, Some(_)) => (most, soft),
             _ => (most, hard),
         };
-        policy::handle_size(wanted.bytes / GRANULE, slow.limit / GRANULE, headroom, most, self.history.churn())
+        let (asked, limit) = (wanted.bytes / GRANULE, slow.limit / GRANULE);
+        policy::handle_size(self.config.handles, asked, limit, headroom, most, self.history.churn())
     }
 
     /// Bytes up to which growth may go before pages move instead; `u64::MAX`: no such bound.

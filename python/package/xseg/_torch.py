@@ -31,7 +31,8 @@ def install(conf: str | None = None, *, compile: bool | None = None) -> str:
     """Make PyTorch allocate GPU memory from xseg, in this process, from now on.
 
     Call it once, before the first use of CUDA. ``conf`` sets the policy, which the environment variable XSEG_CONF gives
-    otherwise; ``XSEG_CONF=off`` leaves PyTorch as it is, whatever ``conf`` says.
+    otherwise; ``XSEG_CONF=off`` leaves PyTorch as it is, whatever ``conf`` says. Under a limit, such as that of
+    ``torch.cuda.set_per_process_memory_fraction``, memory is made of small pieces unless the policy names ``handles``.
 
     ``compile`` says whether the C++ part is compiled against the installed PyTorch (a minute, once, then cached): True
     insists on it, False does without, None tries and falls back with a warning. Without it running out of memory is
@@ -66,8 +67,7 @@ def install(conf: str | None = None, *, compile: bool | None = None) -> str:
         raise RuntimeError(
             "CUDA was used before xseg.install(); call it right after the imports, before any tensor is on a GPU"
         )
-    if conf is not None:
-        os.environ["XSEG_CONF"] = conf
+    os.environ["XSEG_CONF"] = _with_small_handles(wanted)
     part = None
     if compile is not False:
         try:
@@ -81,6 +81,15 @@ def install(conf: str | None = None, *, compile: bool | None = None) -> str:
     if "stats:on" in shortest.split(","):
         atexit.register(_print_stats)
     return _mode
+
+
+def _with_small_handles(conf: str) -> str:
+    """The policy with small pieces of memory, unless it says how large they are to be.
+
+    A training run grows once, which takes some tenths of a second more, and then lives with what it has for hours.
+    """
+    keys = {entry.partition(":")[0].strip() for entry in conf.split(",")}
+    return conf if "handles" in keys else ",".join(filter(None, (conf.strip().rstrip(","), "handles:small")))
 
 
 def _import_torch() -> Any:
