@@ -72,7 +72,7 @@ fn unknown_keys_get_a_suggestion() {
     assert!(error("limt:4G").contains("did you mean `limit`"));
     assert!(error("wait:4s").contains("did you mean `wait_limit`"));
     let why = error("expandable_segments:True");
-    assert!(why.contains("no key `expandable_segments`") && why.contains("handle_max, warmup"), "{why}");
+    assert!(why.contains("no key `expandable_segments`") && why.contains("handle_max, handles, warmup"), "{why}");
     assert!(error("limit=4G").contains("write `limit:4G`"));
     assert!(error("stats").contains("on or off"));
     assert!(error("limit:4G,limit:5G").contains("twice"));
