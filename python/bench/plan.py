@@ -166,7 +166,9 @@ def next_job(lines: list[Line], run: str, stage: str, plan: Plan, visit: str) ->
                 return Job(run, allocator, "other", steps=steps(lines, run))
     if stage == "losses":
         for allocator in ("native", "xseg"):
-            if len(of(lines, run, "exact", allocator)) < plan.exact_runs:
+            tried = of(lines, run, "exact", allocator)
+            # One that failed, since others had the card's memory, is tried again, but not for ever.
+            if sum(line["completed"] for line in tried) < plan.exact_runs and len(tried) < 2 * plan.exact_runs + 1:
                 return Job(run, allocator, "exact", steps=plan.exact_steps, deterministic=True)
     if stage == "least":
         return next_least(lines, run, plan)

@@ -84,6 +84,12 @@ def arguments() -> argparse.ArgumentParser:
         default=plan.probe_steps,
         help="steps of a probe after the warm-up (default %(default)s)",
     )
+    add(
+        "--exact-runs",
+        type=int,
+        default=plan.exact_runs,
+        help="of each, with deterministic kernels (default %(default)s)",
+    )
     add("--losses", type=int, default=process.losses, help="losses to keep (default %(default)s)")
     add("--timeout", type=float, default=process.timeout, help="seconds for one process (default %(default)s)")
     add(
@@ -109,7 +115,7 @@ def main() -> int:
         return 0
     plan = Plan(
         stages=args.stages, repeat=args.repeat, limit=args.limit, limited=args.limited, others=args.others, least=args.least,
-        resolution=args.resolution, probe_steps=args.probe_steps,
+        resolution=args.resolution, probe_steps=args.probe_steps, exact_runs=args.exact_runs,
     )  # fmt: skip
     if args.summary:
         text = report(read(args.summary), plan, args.commit)

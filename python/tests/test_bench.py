@@ -216,6 +216,18 @@ def test_deterministic_losses_are_compared_to_the_bit_and_native_with_itself() -
     assert summary.exact(lines(("native", 4.0)), "r") is None
 
 
+def test_exact_runs_that_failed_are_tried_again_but_not_for_ever() -> None:
+    lines = whole()
+    exact = {"run": "gpt2", "kind": "exact", "visit": "v", "wall": 1.0}
+    lines = [line for line in lines if line["kind"] != "exact"]
+    for allocator, completed, count in (("native", True, 2), ("xseg", False, 4)):
+        lines += [{**exact, "allocator": allocator, "completed": completed}] * count
+    job = planning.next_job(lines, "gpt2", "losses", Plan(), "v")
+    assert job is not None and (job.allocator, job.kind) == ("xseg", "exact")
+    lines.append({**exact, "allocator": "xseg", "completed": False})
+    assert planning.next_job(lines, "gpt2", "losses", Plan(), "v") is None
+
+
 def test_best_steps_leave_out_what_slows_a_run_from_outside() -> None:
     def line(number: int, allocator: str, limit: int, *steps: float) -> dict[str, Any]:
         where = {"run": "r", "kind": "round", "visit": "v", "round": number}
