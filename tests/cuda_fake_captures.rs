@@ -78,6 +78,38 @@ fn nothing_that_a_capture_forbids_is_called() {
     });
 }
 
+/// One that waits still ends the asking of a request, four that do not are all that it looks at, and a capture asks for none.
+#[test]
+fn large_requests_ask_little_of_blocks_that_wait() {
+    on_stand_in("large_requests_ask_little_of_blocks_that_wait", &[], &[], |driver| {
+        let heap = heap("backend:cuda,limit:256MiB,reserve:4GiB");
+        driver.push(0xC000);
+        let [one, side] = [(); 2].map(|()| StreamId(driver.create_stream()));
+        let longer = heap.alloc(96 * MIB, one).unwrap();
+        let waiting: Vec<Allocation> = (0..32).map(|_| heap.alloc(2 * MIB, one).unwrap()).collect();
+        waiting.iter().for_each(|block| block.record_use(side).unwrap());
+        driver.hold_events(true);
+        drop((waiting, longer));
+        let mut kept = Vec::new();
+        let mut asked = |mebibytes: &[u64], stream: StreamId| {
+            driver.clear_log();
+            kept.extend(mebibytes.iter().map(|size| heap.alloc(size * MIB, stream).unwrap()));
+            calls(&driver.log(), "cuEventQuery")
+        };
+        assert_eq!(asked(&[3, 4, 5], one), 3);
+        heap.begin_capture(POOL, StreamFilter::Streams(vec![side])).unwrap();
+        driver.capture(side.0);
+        drop(heap.alloc(32 * MIB, side).unwrap());
+        assert_eq!(asked(&[3, 4, 5], side), 0);
+        assert!(!driver.end_capture(), "the capture broke");
+        heap.end_capture(POOL).unwrap();
+        driver.hold_events(false);
+        assert_eq!(asked(&[3, 4, 5], one), 12);
+        assert_eq!(heap.stats().pending, 0, "statistics look at all");
+        heap.check().unwrap();
+    });
+}
+
 #[test]
 fn captures_that_the_backend_sees() {
     on_stand_in("captures_that_the_backend_sees", &[], &[], |driver| {

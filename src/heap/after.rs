@@ -11,7 +11,8 @@ use std::sync::atomic::Ordering::Relaxed;
 
 /// Blocks that wait which a request looks at while a graph is captured.
 const SETTLE: usize = 16;
-/// Blocks that wait which a large request looks at that needs no driver work, at 0.2 us each.
+/// Blocks that wait which a large request looks at that needs no driver work, at 0.25 us each on an H200; it stops at the first
+/// that waits still.
 const FEW: usize = 4;
 
 /// A freed block that waits for the streams it was declared used on.
@@ -80,21 +81,24 @@ impl Inner {
     /// Frees blocks whose declared uses have completed and whose imports have ended.
     pub(crate) fn settle_pending(&self) {
         // During a capture few at a time, by turns, so that a request costs the same however many wait.
-        self.settle_some(if self.pools.announced() { SETTLE } else { usize::MAX });
+        self.settle_some(if self.pools.announced() { SETTLE } else { usize::MAX }, false);
     }
 
-    /// As [`Self::settle_pending`], a few of them, before a large request is served: what lies ready in its place is not cut out
-    /// of a longer block. Never waits: whoever holds the driver lock is at work on the same.
+    /// As [`Self::settle_pending`], a few of them, before a large block is cut out of a longer one: what lies ready in its place is
+    /// taken as it is. Not during a capture, where asking takes more calls. Never waits: whoever holds the driver lock is at work
+    /// on the same.
+    #[cold]
     pub(super) fn settle_few(&self) {
-        if let Some(_slow) = self.slow.try_lock()
+        if !self.pools.announced()
+            && let Some(_slow) = self.slow.try_lock()
             && !self.shut.load(Relaxed)
         {
-            self.settle_some(FEW);
+            self.settle_some(FEW, true);
         }
     }
 
-    /// Looks at up to `most` of the blocks that wait, by turns.
-    fn settle_some(&self, most: usize) {
+    /// Looks at up to `most` of the blocks that wait, by turns, or up to the first that waits still.
+    fn settle_some(&self, most: usize, up_to_first: bool) {
         let backend = self.driver.backend();
         let passed = self.epochs.passed();
         let mut ready = Vec::new();
@@ -109,6 +113,9 @@ impl Inner {
                     ready.push(one);
                 } else {
                     pending.push_back(one);
+                    if up_to_first {
+                        break;
+                    }
                 }
             }
             self.any_pending.store(!pending.is_empty(), Relaxed);

@@ -41,13 +41,18 @@ impl Inner {
         {
             return Ok(block);
         }
-        if bytes > self.config.small_limit && self.any_pending.load(Relaxed) {
-            self.settle_few();
-        }
         let slot = self.slot(wanted.segment);
         let mut segment = slot.segment.lock();
-        match self.take_unmerged(slot, &mut segment, &wanted).or_else(|| self.take_merged(slot, &mut segment, &wanted))
-        {
+        if let Some(block) = self.take_unmerged(slot, &mut segment, &wanted) {
+            return Ok(block);
+        }
+        if bytes > self.config.small_limit && self.any_pending.load(Relaxed) {
+            // A segment's lock comes after the driver lock.
+            drop(segment);
+            self.settle_few();
+            segment = slot.segment.lock();
+        }
+        match self.take_merged(slot, &mut segment, &wanted) {
             Some(block) => Ok(block),
             None => self.alloc_elsewhere(segment, &wanted),
         }
