@@ -84,9 +84,11 @@ impl Inner {
     }
 
     /// As [`Self::settle_pending`], a few of them, before a large request is served: what lies ready in its place is not cut out
-    /// of a longer block. Never waits: whoever holds the driver lock is at work on the same.
+    /// of a longer block. Never waits: whoever holds the driver lock is at work on the same. Not during a capture, whose requests
+    /// look at [`SETTLE`] on the slow path and at no more.
     pub(super) fn settle_few(&self) {
-        if let Some(_slow) = self.slow.try_lock()
+        if !self.pools.announced()
+            && let Some(_slow) = self.slow.try_lock()
             && !self.shut.load(Relaxed)
         {
             self.settle_some(FEW);
