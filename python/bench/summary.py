@@ -88,7 +88,7 @@ def least(lines: list[Line], run: str, allocator: str, resolution: float) -> str
     if high is None:
         return f"above {1 + low * resolution:.4f}"
     found = f"{1 + high * resolution:.4f}"
-    return found if high - low <= 1 else f"{1 + max(low, 0) * resolution:.4f} to {found}"
+    return found if high - low <= 1 else f"{1 + low * resolution:.4f} to {found}"
 
 
 def in_driver(lines: Sequence[Line]) -> str:
