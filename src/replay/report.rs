@@ -90,6 +90,8 @@ pub struct LeastFields {
     pub failing_limit: Option<u64>,
     /// Free bytes in handles that live blocks hold, when the replay failed there: what smaller handles would have given.
     pub failing_locked: Option<u64>,
+    /// Driver time in ms at a limit of 1.002 times the least one, where that completes.
+    pub driver_ms_above: Option<f64>,
 }
 
 impl Report {
@@ -140,11 +142,11 @@ impl Report {
     }
 
     /// Adds the answer of `xseg least`, in bytes; `None`: no limit was enough. `failing`: the highest limit below it that
-    /// failed, and what was locked in partly live handles then.
-    pub fn set_least(&mut self, least: Option<u64>, failing: Option<(u64, Option<u64>)>) {
+    /// failed, and what was locked in partly live handles then. `above`: driver time in ms at 1.002 times the least.
+    pub fn set_least(&mut self, least: Option<u64>, failing: Option<(u64, Option<u64>)>, above: Option<f64>) {
         let least_factor = least.map(|least| least as f64 / self.peak_requested as f64);
         let (failing_limit, failing_locked) = (failing.map(|one| one.0), failing.and_then(|one| one.1));
-        self.least = Some(LeastFields { least, least_factor, failing_limit, failing_locked });
+        self.least = Some(LeastFields { least, least_factor, failing_limit, failing_locked, driver_ms_above: above });
     }
 
     /// Completed, gave everything back, and found no mismatch?
