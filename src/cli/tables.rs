@@ -69,7 +69,7 @@ pub(super) fn replays(reports: &[Report]) -> String {
         hide(&mut table, 2);
     }
     let legend = "requested, reserved: most at once; ratio: reserved / requested; fragm.: 1 - peak allocated / peak reserved; \
-                  moved: by remapping, nothing is copied";
+                  moved: by remapping, also where a piece is mapped a second time; nothing is copied";
     format!("{}\n{}", with_footer(table, &[11, 5, 10, 8, 3, 2], reports), grid::wrapped(legend, footer_width()))
 }
 
@@ -95,6 +95,7 @@ pub(super) fn leasts(reports: &[Report]) -> String {
         "locked MiB\njust below",
         "handles\nmoved there",
         "driver ms\nthere",
+        "driver ms\n+0.2 %",
         "result",
     ]);
     for report in reports {
@@ -106,14 +107,15 @@ pub(super) fn leasts(reports: &[Report]) -> String {
             found.least.map_or_else(|| right("none"), gib),
             right(found.least_factor.map_or_else(|| "none".to_owned(), |factor| format!("{:.4}", at_least(factor)))),
             right(found.failing_locked.map_or_else(String::new, |bytes| format!("{:.0}", bytes as f64 / MIB as f64))),
-            right(report.handles_moved),
+            right(report.handles_moved + report.handles_joined),
             right(format!("{:.1}", report.driver_ms)),
+            right(found.driver_ms_above.map_or_else(|| "fails".to_owned(), |ms| format!("{ms:.1}"))),
             Cell::new(result(report)),
         ]);
     }
-    let legend = "requested: most bytes live at once; locked just below: free memory beside live blocks in pieces that cannot be \
-                  split, when the highest limit that failed below the least one ran out; there: at the least limit";
-    format!("{}\n{}", with_footer(table, &[5, 6, 7, 2], reports), grid::wrapped(legend, footer_width()))
+    let legend = "requested: most bytes live at once; least / requested: rounded up, so that it completes as a limit; locked just below: free memory beside live blocks in pieces that cannot be \
+                  split, when the highest limit that failed below the least one ran out; there: at the least limit; +0.2 %: at 1.002 times that";
+    format!("{}\n{}", with_footer(table, &[5, 6, 8, 7, 2], reports), grid::wrapped(legend, footer_width()))
 }
 
 fn result(report: &Report) -> String {
