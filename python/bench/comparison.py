@@ -28,7 +28,7 @@ def together(job: Job, ranks: Sequence[Line], world: int) -> Line:
     line: Line = {"completed": len(ranks) == world and all(one["completed"] for one in ranks)}
     for name in ("peak_requested", "peak_reserved", "driver_nanos", "seconds"):
         line[name] = max((one[name] for one in ranks if one.get(name) is not None), default=None)
-    for name in ("retries", "host_waits", "gpu_waits", "handles_moved", "bytes_moved"):
+    for name in ("retries", "host_waits", "gpu_waits", "handles_moved", "bytes_moved", "handles_joined"):
         counted = [one[name] for one in ranks if one.get(name) is not None]
         if counted:
             line[name] = sum(counted)

@@ -230,7 +230,17 @@ def figures(torch: Any, allocator: str, device: Any) -> dict[str, Any]:
 
         ours = xseg.stats(device.index)
         found.update(
-            {name: ours[name] for name in ("host_waits", "gpu_waits", "handles_moved", "bytes_moved", "driver_nanos")}
+            {
+                name: ours[name]
+                for name in (
+                    "host_waits",
+                    "gpu_waits",
+                    "handles_moved",
+                    "bytes_moved",
+                    "handles_joined",
+                    "driver_nanos",
+                )
+            }
         )
     return found
 

@@ -17,7 +17,7 @@ from typing import Any
 ALLOCATORS = ("native", "expandable", "async", "xseg")
 # What xseg counted, beside PyTorch's own figures.
 COUNTS = (
-    "host_waits", "gpu_waits", "handles_moved", "bytes_moved", "handles_rechunked", "driver_nanos", "slow_allocs", "allocs",
+    "host_waits", "gpu_waits", "handles_moved", "bytes_moved", "handles_joined", "bytes_joined", "handles_rechunked", "driver_nanos", "slow_allocs", "allocs",
 )  # fmt: skip
 
 

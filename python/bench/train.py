@@ -19,6 +19,7 @@ host waits.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -100,7 +101,12 @@ def arguments() -> argparse.ArgumentParser:
     )
     add("--commit", default="", help="of xseg, for the report")
     add("--have", type=Path, nargs="*", default=[], help="files of earlier visits, whose lines need no second run")
-    add("--out", type=Path, default=Path("train.jsonl"), help="lines are added to this file, and those there count")
+    add(
+        "--out",
+        type=Path,
+        default=Path("train.jsonl"),
+        help="lines are added to this file, and those there count (default %(default)s)",
+    )
     add("--summary", type=Path, nargs="+", help="run nothing: report on these files")
     add("--report", type=Path, help="where the report goes (default: standard output)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny models, to try the program itself")
@@ -133,6 +139,10 @@ def main() -> int:
         small=args.device == "cpu",
         record=args.record,
     )
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"train.py needs {' and '.join(missing)}, which this Python does not have", file=sys.stderr)
+        return 2
     began = time.monotonic()
     gpus = args.gpus.split(",") if args.gpus else [None]
     cores = os.cpu_count() or 1

@@ -31,8 +31,8 @@ def install(conf: str | None = None, *, compile: bool | None = None) -> str:
     """Make PyTorch allocate GPU memory from xseg, in this process, from now on.
 
     Call it once, before the first use of CUDA. ``conf`` sets the policy, which the environment variable XSEG_CONF gives
-    otherwise; ``XSEG_CONF=off`` leaves PyTorch as it is, whatever ``conf`` says. Under a limit, such as that of
-    ``torch.cuda.set_per_process_memory_fraction``, memory is made of small pieces unless the policy names ``handles``.
+    otherwise; ``XSEG_CONF=off`` leaves PyTorch as it is, whatever ``conf`` says. Memory is made of small pieces
+    (``handles:small``) unless the policy names ``handles`` or ``handle_max``; the policy is put into XSEG_CONF for child processes.
 
     ``compile`` says whether the C++ part is compiled against the installed PyTorch (a minute, once, then cached): True
     insists on it, False does without, None tries and falls back with a warning. Without it running out of memory is
@@ -89,7 +89,11 @@ def _with_small_handles(conf: str) -> str:
     A training run grows once, which takes some tenths of a second more, and then lives with what it has for hours.
     """
     keys = {entry.partition(":")[0].strip() for entry in conf.split(",")}
-    return conf if "handles" in keys else ",".join(filter(None, (conf.strip().rstrip(","), "handles:small")))
+    return (
+        conf
+        if keys & {"handles", "handle_max"}
+        else ",".join(filter(None, (conf.strip().rstrip(","), "handles:small")))
+    )
 
 
 def _import_torch() -> Any:
