@@ -127,9 +127,10 @@ pub const KEYS: [Key; 21] = [
     },
     Key {
         name: "handles",
-        meaning: "under a limit, large pieces of physical memory, for the least driver time; or small ones, of at most a 2800th of \
-                  the limit, which let a run complete in up to 1 % less memory and take two to six times the driver time while \
-                  memory grows (40 us a piece, once); xseg.install() has PyTorch take small ones unless told otherwise",
+        meaning: "large pieces of physical memory, for the least driver time; or small ones, powers of two of at most a 2800th of \
+                  the limit (of the device, where none is set), with which most runs complete in up to 1 % less memory, for \
+                  up to six times the driver time while memory grows (40 us a piece); from limits of 96GiB on both are as \
+                  large as `handle_max` allows by default; xseg.install() has PyTorch take small ones unless told otherwise",
         values: "large or small",
         default: "large",
         show: |c| named(&HANDLES, c.handles),
@@ -217,7 +218,8 @@ pub const KEYS: [Key; 21] = [
     },
     Key {
         name: "joins",
-        meaning: "where memory runs out, idle ends of partly live pieces of it are used at second mappings",
+        meaning: "where memory runs out, a piece of it of which one end lies idle beside a live block is mapped a second time, so that the \
+                  end can be part of another block",
         values: "on or off",
         default: "on",
         show: |c| named(&SWITCH, c.joins),
