@@ -423,7 +423,7 @@ fn random_joins_survive_refused_calls() {
                 0 | 1 => heap.alloc_contiguous(bytes, S1),
                 2..=4 => heap.alloc(bytes, S1),
                 5 | 6 if !live.is_empty() => {
-                    live.swap_remove(random.below(live.len() as u64) as usize);
+                    drop(live.swap_remove(random.below(live.len() as u64) as usize));
                     continue;
                 }
                 _ => {

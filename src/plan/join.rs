@@ -151,7 +151,7 @@ mod tests {
             home: handle * 100,
             segment: 0,
             node: handle,
-            age: handle,
+            age: handle.into(),
             epoch: 0,
             releasable: false,
         };
