@@ -122,10 +122,11 @@ mod tests {
     #[cfg(feature = "cli")]
     fn the_largest_handles_are_what_the_limit_allows() {
         let gib = 512;
-        assert_eq!(largest_handles(u64::MAX / 4, 16, false), (16, 16));
-        assert_eq!(largest_handles(8 * gib, 16, false), (8, 4));
-        assert_eq!(largest_handles(8 * gib, 16, true), (4, 4));
-        assert_eq!(largest_handles(1, 16, false), (1, 1));
+        assert_eq!(largest_handles(Handles::Large, u64::MAX / 4, 16, false), (16, 16));
+        assert_eq!(largest_handles(Handles::Large, 8 * gib, 16, false), (8, 4));
+        assert_eq!(largest_handles(Handles::Large, 8 * gib, 16, true), (4, 4));
+        assert_eq!(largest_handles(Handles::Large, 1, 16, false), (1, 1));
+        assert_eq!(largest_handles(Handles::Small, 24 * gib, 16, false), (2, 2));
     }
 
     #[test]
@@ -133,7 +134,7 @@ mod tests {
         let gib = 512;
         let size = |limit, headroom, churn| handle_size(Handles::Small, 64, limit, headroom, 32, churn);
         for churn in [(100, 0), (100, 90)] {
-            assert_eq!([9, 24, 48, 140].map(|limit| size(limit * gib, limit * gib, churn)), [1, 4, 8, 16]);
+            assert_eq!([9, 24, 48, 140].map(|limit| size(limit * gib, limit * gib, churn)), [1, 2, 8, 16]);
         }
         assert_eq!(size(24 * gib, 32, (100, 0)), 2);
         assert_eq!(
