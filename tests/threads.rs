@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use support::{Lab, Random, S1, S2, host, out_of_memory, sim};
 use xseg::backend::host::{HostBackend, HostOptions};
 use xseg::units::{KIB, MIB};
-use xseg::{Allocation, Error, Heap, StreamId};
+use xseg::{Allocation, Error, Heap, PoolId, StreamFilter, StreamId};
 
 const THREADS: u64 = 4;
 
@@ -237,4 +237,62 @@ fn shutting_down_under_use_leaves_nothing() {
         });
         assert_eq!(lab.sim().leftovers(), Vec::<String>::new());
     }
+}
+
+/// All memory that may exist is a block that was freed and waits for a stream, which stands until the sender is dropped.
+fn stuck(conf: &str, pool: Option<PoolId>) -> (Heap, StreamId, mpsc::Sender<()>) {
+    let device = Arc::new(HostBackend::new(HostOptions::default()).unwrap());
+    let heap = Heap::builder().conf(conf).unwrap().backend(device.clone()).build().unwrap();
+    let (own, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    if let Some(pool) = pool {
+        heap.begin_pool(pool, StreamFilter::All).unwrap();
+    }
+    let block = heap.alloc(64 * MIB, own).unwrap();
+    if let Some(pool) = pool {
+        heap.end_capture(pool).unwrap();
+    }
+    let (gate, opened) = mpsc::channel();
+    device.launch(other, move || assert!(opened.recv().is_err())).unwrap();
+    block.record_use(other).unwrap();
+    drop(block);
+    (heap, own, gate)
+}
+
+/// One that waits for a block leaves it to others to wait for.
+#[test]
+fn two_threads_wait_for_one_block() {
+    let (heap, own, gate) = stuck("limit:64MiB,growth:exact,wait_limit:60s", None);
+    thread::scope(|scope| {
+        let waiting: Vec<_> = (0..2).map(|_| scope.spawn(|| heap.alloc(32 * MIB, own))).collect();
+        while heap.stats().host_waits < 2 && !waiting.iter().any(thread::ScopedJoinHandle::is_finished) {
+            thread::yield_now();
+        }
+        drop(gate);
+        let served: Vec<_> = waiting.into_iter().map(|one| one.join().unwrap()).collect();
+        assert!(served.iter().all(Result::is_ok), "{served:?}");
+    });
+    heap.check().unwrap();
+    assert_eq!(heap.stats().ooms, 0);
+}
+
+/// A capture pool stays as long as a block of it waits, also while a thread waits for that.
+#[test]
+fn a_pool_has_the_block_that_a_thread_waits_for() {
+    let pool = PoolId(3, 3);
+    let (heap, own, gate) = stuck("limit:64MiB,growth:exact,wait_limit:60s", Some(pool));
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| heap.alloc(32 * MIB, own));
+        while heap.stats().host_waits < 1 {
+            thread::yield_now();
+        }
+        heap.release_capture(pool).unwrap();
+        for _ in 0..300 {
+            assert_eq!(heap.stats().capture_pools, 1);
+            thread::yield_now();
+        }
+        drop(gate);
+        assert_eq!(waiting.join().unwrap().unwrap().size(), 32 * MIB);
+    });
+    heap.check().unwrap();
+    assert_eq!((heap.stats().capture_pools, heap.stats().reserved), (0, 64 * MIB));
 }

@@ -3,6 +3,7 @@
 
 use super::inner::{Inner, Use};
 use crate::backend::{ClientEvent, Event, EventScope};
+use crate::epoch::{self, Closing};
 use crate::error::Result;
 use crate::segment::Stamp;
 use crate::segment::nodes::NodeId;
@@ -21,8 +22,8 @@ pub(crate) struct Pending {
     pub(crate) segment: u16,
     pub(crate) node: NodeId,
     pub(crate) stamp: Stamp,
-    /// What must complete; where an event was refused, the epoch of the stamp must pass instead.
-    pub(crate) events: Vec<Event>,
+    /// What must complete; where an event was refused, the epoch of the stamp must pass instead. Who waits for them shares them.
+    pub(crate) events: Closing,
     pub(crate) refused: bool,
     /// First unit of the block: it waits for imports that are open too.
     pub(crate) unit: u32,
@@ -74,7 +75,7 @@ impl Inner {
         if self.shut.load(Relaxed) {
             events.drain(..).for_each(|event| backend.recycle(event));
         }
-        pending.push_back(Pending { segment, node, stamp, events, refused, unit });
+        pending.push_back(Pending { segment, node, stamp, events: Closing::new(events), refused, unit });
         self.any_pending.store(true, Relaxed);
     }
 
@@ -126,7 +127,7 @@ impl Inner {
             let stamp = Stamp { owner: segment.nodes[one.node].owner, ..one.stamp };
             segment.free(one.node, stamp, passed);
             drop(segment);
-            one.events.into_iter().for_each(|event| backend.recycle(event));
+            epoch::recycle(backend, one.events);
         }
     }
 }

@@ -3,6 +3,7 @@
 
 use super::inner::{Inner, Wanted};
 use crate::backend::{Backend, Event};
+use crate::epoch::{Closing, recycle};
 use crate::error::DriverError;
 use crate::segment::nodes::Kind;
 use std::cell::RefCell;
@@ -77,7 +78,7 @@ impl Inner {
         for (epoch, events) in self.epochs.waiting() {
             refused |= !events.iter().all(|event| backend.stream_wait(stream.id, event).is_ok());
             waited = if refused { waited } else { epoch };
-            crate::epoch::recycle(backend, events);
+            recycle(backend, events);
         }
         if waited > 0 {
             self.streams.set_waited(stream.slot, waited);
@@ -99,19 +100,20 @@ impl Inner {
         // Epochs pass in order, so that the oldest is in the way of all others.
         if let Some((_, events)) = unpassed.and_then(|_| self.epochs.oldest()) {
             let done = waits(backend, &events, slice);
-            crate::epoch::recycle(backend, events);
+            recycle(backend, events);
             return done.map(|()| true);
         }
-        let first = self.pending.lock().pop_front();
-        let Some(first) = first else { return Ok(false) };
-        let done = waits(backend, &first.events, slice);
-        self.wait_for_import(first.unit, slice);
-        let mut pending = self.pending.lock();
-        if self.shut.load(Relaxed) {
-            first.events.into_iter().for_each(|event| backend.recycle(event));
-        } else {
-            pending.push_back(first);
-        }
+        // It stays in the list: others wait for it too, and its pool has a block that waits.
+        let (events, unit) = {
+            let mut pending = self.pending.lock();
+            let Some(first) = pending.front() else { return Ok(false) };
+            let first = (Closing::clone(&first.events), first.unit);
+            pending.rotate_left(1);
+            first
+        };
+        let done = waits(backend, &events, slice);
+        recycle(backend, events);
+        self.wait_for_import(unit, slice);
         done.map(|()| true)
     }
 

@@ -248,7 +248,7 @@ impl Inner {
         }
         self.epochs.clear(backend);
         for one in self.pending.lock().drain(..) {
-            one.events.into_iter().for_each(|event| backend.recycle(event));
+            crate::epoch::recycle(backend, one.events);
         }
         let before = self.driver.nanos().total();
         let report = |what: &str, error: crate::error::DriverError| tracing::warn!(%error, "{what} at shutdown");

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 use xseg::backend::Backend;
+use xseg::backend::fault::FaultyBackend;
 use xseg::backend::host::{HostBackend, HostGraph, HostOptions};
 use xseg::backend::sim::{SimBackend, SimGraph, SimOptions};
 use xseg::backend::timeline::Timeline;
@@ -68,6 +69,16 @@ pub fn sim_with(conf: &str, options: SimOptions) -> Lab {
     let device = Arc::new(SimBackend::new(options));
     let heap = Heap::builder().conf(conf).unwrap().backend(device.clone()).build().unwrap();
     Lab { heap, time, device: Device::Sim(device) }
+}
+
+/// As [`sim`], with calls of the driver that fail when armed.
+pub fn faulty_sim(conf: &str) -> (Lab, Arc<FaultyBackend<SimBackend>>) {
+    let options = SimOptions::default();
+    let time = options.timeline.clone();
+    let device = Arc::new(SimBackend::new(options));
+    let faulty = Arc::new(FaultyBackend::new(device.clone()));
+    let heap = Heap::builder().conf(conf).unwrap().backend(faulty.clone()).build().unwrap();
+    (Lab { heap, time, device: Device::Sim(device) }, faulty)
 }
 
 /// A heap on host memory of 1 TiB (nominal), on a clock as on `sim`.
