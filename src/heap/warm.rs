@@ -46,11 +46,8 @@ impl Inner {
         if let Some(block) = self.take_unmerged(slot, &mut segment, &wanted) {
             return Ok(block);
         }
-        if bytes > self.config.small_limit && self.any_pending.load(Relaxed) {
-            // A segment's lock comes after the driver lock.
-            drop(segment);
-            self.settle_few();
-            segment = slot.segment.lock();
+        if bytes > self.config.small_limit {
+            segment = self.settled(slot, segment);
         }
         match self.take_merged(slot, &mut segment, &wanted) {
             Some(block) => Ok(block),
@@ -87,15 +84,22 @@ impl Inner {
         stream: StreamId,
         known: Known,
     ) -> Result<Block> {
-        if self.any_pending.load(Relaxed) {
-            // A segment's lock comes after the driver lock.
-            drop(segment);
-            self.settle_few();
-            segment = slot.segment.lock();
-        }
+        segment = self.settled(slot, segment);
         segment.merge_last();
         let index = segment.index;
         self.cut_merged(slot, segment, bytes, known.named(stream), index)
+    }
+
+    /// The segment after a look at a few blocks that wait, if any do.
+    #[inline]
+    fn settled<'a>(&'a self, slot: &'a Slot, segment: SegmentGuard<'a>) -> SegmentGuard<'a> {
+        if !self.any_pending.load(Relaxed) {
+            return segment;
+        }
+        // A segment's lock comes after the driver lock.
+        drop(segment);
+        self.settle_few();
+        slot.segment.lock()
     }
 
     /// Allocates a block on a unit of a segment in which nothing is kept unmerged.
