@@ -57,11 +57,14 @@ def peak(lines: Iterable[Line], run: str) -> int:
     return max((line.get("peak_requested") or 0 for line in plenty(lines, run, "native")), default=0)
 
 
-def floor_of(lines: Iterable[Line], run: str) -> int:
-    """The least peak requested of any run that completed, in bytes. It can be less than native's: that takes memory back from
-    other streams later."""
+def floor_of(lines: Iterable[Line], run: str, resolution: float) -> int:
+    """The least peak requested of any run that completed, in units of `resolution` above native's: blocks take up more than is
+    requested, so that this is never enough as a limit. It can be less than native's, which takes memory back from other streams later."""
+    lines = list(lines)
+    base = peak(lines, run)
     found = [line.get("peak_requested") for line in lines if line.get("run") == run and line.get("completed")]
-    return min((peak for peak in found if peak), default=0)
+    least = min((peak for peak in found if peak), default=base)
+    return math.floor(round((least / base - 1) / resolution, 6))
 
 
 def steps(lines: Iterable[Line], run: str) -> int:
@@ -78,8 +81,7 @@ def bounds(lines: list[Line], run: str, allocator: str, resolution: float) -> tu
     def units(limit: int) -> float:
         return round((limit / base - 1) / resolution, 6)
 
-    # Blocks take up more than is requested, so that this is never enough.
-    low = math.floor(units(floor_of(lines, run)))
+    low = floor_of(lines, run, resolution)
     held = [line for line in of(lines, run, "round", allocator) if line["limit"]] + of(lines, run, "probe", allocator)
     failed = [math.floor(units(line["limit"])) for line in held if not line["completed"]]
     low = max([low, *failed])
@@ -113,8 +115,7 @@ def next_least(lines: list[Line], run: str, plan: Plan) -> Job | None:
         if len(of(lines, run, "probe", allocator)) >= plan.most_probes:
             continue
         low, high = bounds(lines, run, allocator, plan.resolution)
-        least = math.floor(round((floor_of(lines, run) / base - 1) / plan.resolution, 6))
-        at = probe(low, high, least + round(0.0075 / plan.resolution))
+        at = probe(low, high, floor_of(lines, run, plan.resolution) + round(0.0075 / plan.resolution))
         if at is not None:
             factor = round(1 + at * plan.resolution, 6)
             return Job(run, allocator, "probe", limit=math.ceil(base * factor), factor=factor, steps=plan.probe_steps)

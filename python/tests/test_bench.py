@@ -102,7 +102,7 @@ def test_the_search_goes_below_natives_peak_where_another_needs_less() -> None:
     lines = whole()
     # Of a run whose memory native takes back late, xseg's clients have less at once.
     lean = {**pretend(Job("gpt2", "xseg", "other")), "peak_requested": int(PEAK * 0.9001), "visit": "v"}
-    assert planning.floor_of([*lines, lean], "gpt2") == int(PEAK * 0.9001)
+    assert planning.floor_of([*lines, lean], "gpt2", 0.0025) == -40
     probes = [line for line in lines if line["kind"] != "probe"] + [lean]
     assert planning.bounds([line for line in probes if not line.get("limit")], "gpt2", "xseg", 0.0025) == (-40, None)
     job = planning.next_least([line for line in probes if not line.get("limit")], "gpt2", Plan(least=("xseg",)))
