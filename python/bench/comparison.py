@@ -34,6 +34,8 @@ def together(job: Job, ranks: Sequence[Line], world: int) -> Line:
             line[name] = sum(counted)
     # Each rank has the sum of all tokens, over its own clock.
     line["per_second"] = min((one["per_second"] for one in ranks if one.get("per_second")), default=None)
+    # A step is done when its slowest rank is.
+    line["step_ms"] = [max(step) for step in zip(*(one.get("step_ms", []) for one in ranks))]
     line["losses"] = next((one["losses"] for one in ranks if one.get("losses")), [])
     line["hang"] = any(one.get("hang") for one in ranks)
     # A rank that hangs waits for another, whose error says more.
@@ -44,6 +46,7 @@ def together(job: Job, ranks: Sequence[Line], world: int) -> Line:
         line["error"] = f"{len(ranks)} of {world} ranks gave a line"
     if job.kind == "probe":
         line.pop("losses")
+        line.pop("step_ms")
     return line
 
 
@@ -106,7 +109,9 @@ def main(args: argparse.Namespace) -> int:
         def keep(line: Line) -> None:
             out.write(json.dumps(line) + "\n")
             out.flush()
-            print(json.dumps({key: value for key, value in line.items() if key != "losses"}), flush=True)
+            print(
+                json.dumps({key: value for key, value in line.items() if key not in ("losses", "step_ms")}), flush=True
+            )
 
         keep(about(name, args.commit, ["python", *sys.argv]))
         deadline = began + 60 * args.minutes if args.minutes else float("inf")

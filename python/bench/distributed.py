@@ -29,7 +29,7 @@ import threading
 import time
 from typing import Any
 
-from measure import dry_figures
+from measure import Marks, dry_figures
 
 KINDS = ("ddp", "fsdp2")
 ALLOCATORS = ("native", "expandable", "xseg")
@@ -177,11 +177,13 @@ def train(torch: Any, args: argparse.Namespace, line: dict[str, Any], watch: Wat
     wait = torch.cuda.synchronize if cuda else lambda: None
     losses = torch.zeros(args.warmup + args.steps, device=device)
     tokens, began = 0, time.perf_counter()
+    marks = Marks(torch if cuda else None)
     for at in range(args.warmup + args.steps):
         if at == args.warmup:
             wait()
             dist.barrier()
             began, tokens = time.perf_counter(), 0
+            marks.mark()
         # Step 1 has the greatest length on all ranks, so that peaks are met before the clock starts.
         drawn = random.Random(at * world + rank).randrange(args.length // 8, args.length + 1)
         shape = (args.batch, args.length if at == 1 else drawn)
@@ -194,6 +196,8 @@ def train(torch: Any, args: argparse.Namespace, line: dict[str, Any], watch: Wat
         optimizer.zero_grad(set_to_none=True)
         losses[at].copy_(loss.detach())
         tokens += data.numel()
+        if at >= args.warmup:
+            marks.mark()
         # DDP makes its buckets anew after the first step: whether the old ones are gone when the peak is met must not depend on
         # how far the device is behind.
         if at < args.warmup:
@@ -209,6 +213,7 @@ def train(torch: Any, args: argparse.Namespace, line: dict[str, Any], watch: Wat
     dist.all_reduce(counted)
     wait()
     line.update(completed=True, seconds=round(seconds, 3), per_second=round(counted.item() / seconds, 1))
+    line["step_ms"] = marks.between()
     line["losses"] = [(value / world).hex() for value in losses.tolist()]
     line["registered"] = pool is not None
     line.update(figures(torch, args.allocator, device) if cuda else dry_figures())

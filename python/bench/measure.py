@@ -164,6 +164,23 @@ def child(text: str) -> None:
     print(json.dumps(line), flush=True)
 
 
+class Marks:
+    """Notes when the device has come so far, without waiting for it; nothing where there is no device."""
+
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        self.events: list[Any] = []
+
+    def mark(self) -> None:
+        if self.torch is not None:
+            self.events.append(self.torch.cuda.Event(enable_timing=True))
+            self.events[-1].record()
+
+    def between(self) -> list[float]:
+        """Milliseconds from each mark to the next, once the device is through."""
+        return [round(first.elapsed_time(second), 3) for first, second in zip(self.events, self.events[1:])]
+
+
 def train(torch: Any, job: Job, process: Process, line: dict[str, Any]) -> None:
     from workloads import RUNS
 
@@ -172,32 +189,25 @@ def train(torch: Any, job: Job, process: Process, line: dict[str, Any]) -> None:
     # One buffer from the start: a tensor kept from each step would be memory that no training keeps.
     losses = torch.zeros(process.losses, device=process.device)
     tokens, began, at = 0, time.perf_counter(), -process.warmup
-    marks: list[Any] = []
-
-    def mark() -> None:
-        """Notes when the device has come so far, without waiting for it."""
-        if process.device == "cuda":
-            marks.append(torch.cuda.Event(enable_timing=True))
-            marks[-1].record()
-
+    marks = Marks(torch if process.device == "cuda" else None)
     while True:
         if at == 0:
             wait()
             began, tokens = time.perf_counter(), 0
-            mark()
+            marks.mark()
         loss, count = run.step(at + process.warmup)
         if at + process.warmup < process.losses:
             losses[at + process.warmup].copy_(loss)
         tokens += count
         at += 1
         if at > 0:
-            mark()
+            marks.mark()
         if at > 0 and (at >= job.steps if job.steps else time.perf_counter() - began >= process.seconds):
             break
     wait()
     seconds = time.perf_counter() - began
     line.update(completed=True, steps=at, seconds=round(seconds, 3), per_second=round(tokens / seconds, 1))
-    line["step_ms"] = [round(first.elapsed_time(second), 3) for first, second in zip(marks, marks[1:])]
+    line["step_ms"] = marks.between()
     line["losses"] = [value.hex() for value in losses[: at + process.warmup].tolist()]
 
 

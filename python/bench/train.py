@@ -162,7 +162,9 @@ def main() -> int:
         def keep(line: dict[str, Any]) -> None:
             out.write(json.dumps(line) + "\n")
             out.flush()
-            shown = {key: value for key, value in line.items() if key != "losses" and value not in (None, 0)}
+            shown = {
+                key: value for key, value in line.items() if key not in ("losses", "step_ms") and value not in (None, 0)
+            }
             print(json.dumps(shown), flush=True)
 
         keep(about(name, args.commit, ["python", *sys.argv]))
