@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 from measure import Job, environment
-from plan import Plan
+from plan import Plan, peak
 from summary import report
 from visit import Visit, about, prepare, read
 
@@ -85,6 +87,28 @@ def launch(job: Job, args: argparse.Namespace) -> Line:
     return line
 
 
+def probes(args: argparse.Namespace, lines: list[Line], runs: Sequence[str], plan: Plan) -> list[Job]:
+    """Runs under each of the limits of `--probes`."""
+    found = []
+    for run in runs:
+        base = peak(lines, run)
+        if not base:
+            raise SystemExit(f"no run of {run} on native memory is known; name a file that has one in --have")
+        for factor in (float(text.removesuffix("x")) for text in args.probes.split(",")):
+            found += [
+                Job(run, allocator, "probe", limit=math.ceil(base * factor), factor=factor, steps=plan.probe_steps)
+                for allocator in plan.least
+            ]
+    return found
+
+
+def at_once(jobs: Sequence[Job], args: argparse.Namespace) -> Iterator[Line]:
+    """Lines of jobs that run beside each other, as they end: all must fit on the GPUs, and their times say nothing."""
+    with ThreadPoolExecutor(max_workers=max(len(jobs), 1)) as pool:
+        for done in as_completed([pool.submit(launch, job, args) for job in jobs]):
+            yield done.result()
+
+
 def main(args: argparse.Namespace) -> int:
     stages = ["rounds", "others"] + (["least"] if args.least else [])
     plan = Plan(
@@ -115,7 +139,12 @@ def main(args: argparse.Namespace) -> int:
 
         keep(about(name, args.commit, ["python", *sys.argv]))
         deadline = began + 60 * args.minutes if args.minutes else float("inf")
-        left = Visit(name, lines, keep, lambda job, slot: launch(job, args), plan, runs, deadline).go(1)
+        if args.probes:
+            for line in at_once(probes(args, lines, runs, plan), args):
+                keep({**line, "visit": name})
+            left = []
+        else:
+            left = Visit(name, lines, keep, lambda job, slot: launch(job, args), plan, runs, deadline).go(1)
     for run, stage in left:
         print(f"{run}: {stage} not finished; run the same with the lines so far in --have", file=sys.stderr)
     print(report(read([*have, out_file]), plan, args.commit))

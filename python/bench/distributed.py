@@ -8,6 +8,7 @@ Comparisons on the GPUs of this host (it starts torchrun itself), one after the 
 
     python distributed.py --compare --ranks 2 --out lines.jsonl              # native, xseg, xseg at 1.02x; then expandable
     python distributed.py --compare --ranks 2 --least --out lines.jsonl      # and the least memory of a rank
+    python distributed.py --compare --ranks 2 --repeat 0 --least --probes 1.005x,1.01x --have lines.jsonl --out more.jsonl
     python distributed.py --compare --ranks 2 --register --out lines.jsonl   # and all that from memory that NCCL registered
     python distributed.py --summary lines.jsonl
 
@@ -202,6 +203,9 @@ def train(torch: Any, args: argparse.Namespace, line: dict[str, Any], watch: Wat
         # how far the device is behind.
         if at < args.warmup:
             wait()
+        if at == 0 and cuda:
+            # PyTorch's watchdog of NCCL lets go of what a finished collective used within a tenth of a second.
+            time.sleep(1)
         # A program that logs waits now and then too; only what has run counts as getting on.
         if at % 10 == 9:
             wait()
@@ -329,6 +333,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--repeat", type=int, default=1, help="rounds (default %(default)s)")
     add("--least", nargs="?", const="xseg,expandable", default="", help="search the least memory for these")
     add("--resolution", type=float, default=0.0025, help="of the search, in peak requested (default %(default)s)")
+    add("--probes", default="", help="try these limits at once instead of searching, such as 1.0025x,1.005x")
     add("--probe-steps", type=int, default=24, help="default %(default)s")
     add("--minutes", type=float, default=0, help="start nothing that would not end within this time (default: no end)")
     add("--timeout", type=float, default=240, help="seconds for one run (default %(default)s)")

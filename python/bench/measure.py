@@ -188,16 +188,17 @@ def train(torch: Any, job: Job, process: Process, line: dict[str, Any]) -> None:
     run = RUNS[job.run](torch, process.device, process.small)
     # One buffer from the start: a tensor kept from each step would be memory that no training keeps.
     losses = torch.zeros(process.losses, device=process.device)
-    tokens, began, at = 0, time.perf_counter(), -process.warmup
+    warmup = max(process.warmup, run.first_steps)
+    tokens, began, at = 0, time.perf_counter(), -warmup
     marks = Marks(torch if process.device == "cuda" else None)
     while True:
         if at == 0:
             wait()
             began, tokens = time.perf_counter(), 0
             marks.mark()
-        loss, count = run.step(at + process.warmup)
-        if at + process.warmup < process.losses:
-            losses[at + process.warmup].copy_(loss)
+        loss, count = run.step(at + warmup)
+        if at + warmup < process.losses:
+            losses[at + warmup].copy_(loss)
         tokens += count
         at += 1
         if at > 0:
@@ -208,7 +209,7 @@ def train(torch: Any, job: Job, process: Process, line: dict[str, Any]) -> None:
     seconds = time.perf_counter() - began
     line.update(completed=True, steps=at, seconds=round(seconds, 3), per_second=round(tokens / seconds, 1))
     line["step_ms"] = marks.between()
-    line["losses"] = [value.hex() for value in losses[: at + process.warmup].tolist()]
+    line["losses"] = [value.hex() for value in losses[: at + warmup].tolist()]
 
 
 def dry_figures() -> dict[str, Any]:

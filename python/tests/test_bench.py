@@ -228,6 +228,13 @@ def test_exact_runs_that_failed_are_tried_again_but_not_for_ever() -> None:
     assert planning.next_job(lines, "gpt2", "losses", Plan(), "v") is None
 
 
+def test_each_size_of_images_comes_once_before_the_clock_starts() -> None:
+    run = workloads.ConvNext.__new__(workloads.ConvNext)
+    run.pixels, run.first_steps = (5, 12), 8
+    assert [run.size(at) for at in range(8)] == [384, 352, 320, 288, 256, 224, 192, 160]
+    assert all(160 <= run.size(at) <= 384 for at in range(8, 60))
+
+
 def test_best_steps_leave_out_what_slows_a_run_from_outside() -> None:
     def line(number: int, allocator: str, limit: int, *steps: float) -> dict[str, Any]:
         where = {"run": "r", "kind": "round", "visit": "v", "round": number}

@@ -19,6 +19,7 @@ sys.path.insert(0, str(BENCH))
 import comparison  # noqa: E402
 import distributed  # noqa: E402
 from measure import Job  # noqa: E402
+from plan import Plan  # noqa: E402
 
 SCRIPT = str(BENCH / "distributed.py")
 JOB = Job("ddp", "xseg", "round")
@@ -43,6 +44,36 @@ def test_one_line_for_all_ranks() -> None:
     assert (line["peak_requested"], line["peak_reserved"], line["retries"], line["host_waits"]) == (1001, 1100, 2, 1)
     assert line["seconds"] == 10.0 and line["driver_nanos"] is None
     assert line["per_second"] == 99.0 and line["losses"] == ["0x1p+0"]
+
+
+def test_a_step_is_done_when_its_slowest_rank_is() -> None:
+    line = comparison.together(JOB, [rank(0, step_ms=[5.0, 9.0]), rank(1, step_ms=[7.0, 8.0])], 2)
+    assert line["step_ms"] == [7.0, 9.0]
+    assert comparison.together(JOB, [rank(0, step_ms=[5.0, 9.0]), rank(1)], 2)["step_ms"] == []
+
+
+def test_probes_are_multiples_of_what_native_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = distributed.arguments().parse_args(["--probes", "1.005x,1.01", "--probe-steps", "3"])
+    known = {
+        "run": "ddp",
+        "allocator": "native",
+        "kind": "round",
+        "limit": 0,
+        "completed": True,
+        "peak_requested": 1000,
+    }
+    plan = Plan(least=("xseg", "expandable"), probe_steps=3)
+    jobs = comparison.probes(args, [known], ["ddp"], plan)
+    assert [(job.allocator, job.limit, job.steps) for job in jobs] == [
+        ("xseg", 1005, 3),
+        ("expandable", 1005, 3),
+        ("xseg", 1010, 3),
+        ("expandable", 1010, 3),
+    ]
+    with pytest.raises(SystemExit, match="no run of fsdp2 on native memory"):
+        comparison.probes(args, [known], ["fsdp2"], plan)
+    monkeypatch.setattr(comparison, "launch", lambda job, args: {"limit": job.limit})
+    assert sorted(line["limit"] for line in comparison.at_once(jobs, args)) == [1005, 1005, 1010, 1010]
 
 
 def test_a_rank_that_failed_is_named_before_those_that_waited_for_it() -> None:
