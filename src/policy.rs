@@ -28,7 +28,7 @@ const SPARE_LEAST: u64 = 4;
 /// Largest handle of `defrag:eager` in granules, as long as the slack is kept.
 const EAGER: u32 = 4;
 /// The slack counts as exceeded when this share of what it allows lies above that, and [`EAGER`] granules.
-const CROWDED: u64 = 500;
+const CROWDED: u64 = 250;
 
 /// A handle behind addresses of a plan is at most this share of them, and this many times `handle_max`: what a plan puts there
 /// fits as long as it is followed. Where a step repeats, programs come back to it; a run that is planned as a whole
@@ -155,7 +155,7 @@ mod tests {
     fn eager_handles_halve_when_the_slack_is_exceeded() {
         assert_eq!([0, 1, 2, 3, u32::MAX].map(|crowded| eager_handle_size(crowded, 32)), [4, 2, 1, 1, 1]);
         assert_eq!([1000, 1004, 1005].map(|reserved| is_crowded(reserved, 1000)), [false, false, true]);
-        assert_eq!([10_020, 10_021, 9000].map(|reserved| is_crowded(reserved, 10_000)), [false, true, false]);
+        assert_eq!([10_040, 10_041, 9000].map(|reserved| is_crowded(reserved, 10_000)), [false, true, false]);
         assert_eq!(eager_handle_size(0, 2), 2);
     }
 

@@ -166,8 +166,9 @@ fn defrag() {
         drop(blocks);
         (stats.reserved / MIB, stats.handles_moved, stats.handles_rechunked)
     };
-    // Without pressure only `eager` moves.
-    assert_eq!(effect("defrag:on_pressure"), (96, 0, 0));
+    // Below a limit only `eager` moves; without one so does what live memory once had room for.
+    assert_eq!(effect("defrag:on_pressure,limit:1GiB"), (96, 0, 0));
+    assert_eq!(effect("defrag:on_pressure"), (64, 2, 0));
     assert_eq!(effect("defrag:off"), (96, 0, 0));
     assert_eq!(effect("defrag:eager").0, 64);
     assert!(effect("defrag:eager").1 >= 1);
@@ -187,6 +188,7 @@ fn slack() {
         (stats.reserved / MIB, stats.handles_moved > 0)
     };
     assert_eq!(effect("slack:unlimited"), (96, false));
+    assert_eq!(effect("slack:auto"), (64, true));
     // 67.2 MiB may be reserved for 64 MiB that are live.
     assert_eq!(effect("slack:5%"), (66, true));
     assert_eq!(effect("slack:60%"), (96, false));

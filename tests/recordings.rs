@@ -1,4 +1,4 @@
-//! Recorded training runs need no more memory than was found (counts of bytes, the same on every machine).
+//! Recorded runs need no more memory than was found (counts of bytes and driver calls, the same on every machine).
 #![cfg(feature = "cli")]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -12,6 +12,45 @@ fn replay(name: &str, more: &[&str]) -> (Option<i32>, Value) {
     command.args(["replay", &trace, "--backend", "sim", "--json"]).args(more);
     let output = command.env_remove("XSEG_CONF").stdin(Stdio::null()).output().unwrap();
     (output.status.code(), serde_json::from_slice(&output.stdout).unwrap())
+}
+
+/// The shipped traces on `sim`: peak reserved over peak requested, and modelled driver time in ms, each by name.
+fn shipped(more: &[&str]) -> Vec<(String, f64, f64)> {
+    let traces = format!("{}/traces", env!("CARGO_MANIFEST_DIR"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_xseg"));
+    command.args(["replay", &traces, "--backend", "sim", "--json"]).args(more);
+    let output = command.env_remove("XSEG_CONF").stdin(Stdio::null()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let lines: Vec<Value> =
+        String::from_utf8(output.stdout).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len(), 8);
+    let number = |line: &Value, name: &str| line[name].as_f64().unwrap();
+    lines
+        .iter()
+        .map(|line| {
+            assert_eq!((&line["completed"], &line["host_waits"]), (&true.into(), &0.into()), "{line}");
+            let ratio = number(line, "peak_reserved") / number(line, "peak_requested");
+            (line["trace"].as_str().unwrap().to_owned(), ratio, number(line, "driver_ms"))
+        })
+        .collect()
+}
+
+#[test]
+fn without_a_limit_no_shipped_trace_reserves_more_than_expandable_segments() {
+    let (ours, theirs) = (shipped(&[]), shipped(&["--allocator", "torch-expandable"]));
+    for (mine, other) in ours.iter().zip(&theirs) {
+        assert!(mine.0 == other.0 && mine.1 <= other.1, "{mine:?} {other:?}");
+    }
+    let five = ["gpt2", "llama_varlen", "llama_ckpt", "moe", "vision_multires"];
+    let sum: f64 = ours.iter().filter(|line| five.contains(&line.0.as_str())).map(|line| line.2).sum();
+    assert!(sum <= 150.0, "{sum} ms");
+}
+
+#[test]
+fn eager_defragmentation_keeps_within_a_hundredth_of_what_is_requested() {
+    for line in shipped(&["--conf", "defrag:eager"]) {
+        assert!(line.1 <= 1.01, "{line:?}");
+    }
 }
 
 #[test]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -50,7 +51,7 @@ def about(visit: str, commit: str, words: Sequence[str]) -> Line:
         pass
     return {
         "kind": "about", "visit": visit, "commit": commit, "gpus": gpus, "driver": driver, "versions": versions,
-        "python": sys.version.split()[0], "cores": os.cpu_count(), "command": " ".join(words),
+        "python": sys.version.split()[0], "cores": os.cpu_count(), "command": shlex.join(words),
     }  # fmt: skip
 
 

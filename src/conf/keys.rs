@@ -199,7 +199,8 @@ pub const KEYS: [Key; 21] = [
     Key {
         name: "slack",
         meaning: "pages move before memory is created when reserved exceeds the most that was live by this share of \
-                  it; auto: 2% for requests of 512 MiB and more while no limit is set, 0.9% with `defrag:eager`",
+                  it; auto: 0.35% with `defrag:eager`, else, while no limit is set, 2% for requests of 512 MiB and more \
+                  and 0.8% for others that live memory once had room for",
         values: "auto, unlimited, or a share such as 5%, up to 1000%",
         default: "auto",
         show: |c| match c.slack {

@@ -4,7 +4,7 @@
 #![forbid(unsafe_code)]
 
 use super::execute::Outcome;
-use super::inner::{Block, FIRST_POOL, HUGE_BYTES, Inner, LARGE, SegmentGuard, Slow, Wanted};
+use super::inner::{Block, FIRST_POOL, Inner, LARGE, SegmentGuard, Slow, Wanted};
 use crate::config::{CrossStream, Defrag, Growth, Shrink};
 use crate::error::{DriverError, Error, Result};
 use crate::plan::place::{Places, Request};
@@ -26,10 +26,6 @@ const STUCK: u32 = 1000;
 const REFUSALS: u32 = 8;
 /// Places that are tried before there is none.
 pub(super) const PLACES: usize = 64;
-/// Share of live memory that `defrag:eager` lets lie idle.
-const EAGER_SLACK: f64 = 0.009;
-/// Share of the most that was live that may lie idle before a huge request moves pages, where no limit was set.
-const HUGE_SLACK: f64 = 0.02;
 /// Idle memory is stale when so many large blocks were freed since: it moves before memory is created.
 const STALE_FREES: u64 = 25;
 
@@ -184,7 +180,7 @@ impl Inner {
                 self.quiesce_device(slow)?;
                 segment = self.segment(wanted.segment);
             }
-            let (segment, placement, supply) = match self.plan(slow, segment, wanted, cap)? {
+            let (segment, placement, supply) = match self.plan_frugally(slow, segment, wanted, cap)? {
                 Found::Plan(segment, placement, supply) => (segment, placement, supply),
                 // A handle behind free blocks of several streams can move once they are one block.
                 Found::Nothing if self.merge_passed() => continue,
@@ -206,13 +202,35 @@ impl Inner {
         Ok(Rung::Nothing(refusal))
     }
 
-    /// Finds addresses and memory.
+    /// Finds addresses and memory, where memory only lies scattered without making any beyond a little.
+    fn plan_frugally<'a>(
+        &'a self,
+        slow: &mut Slow,
+        segment: SegmentGuard<'a>,
+        wanted: &Wanted,
+        cap: u64,
+    ) -> Result<Found<'a>> {
+        let Some(most) = self.scattered_limit(slow, &segment, wanted).filter(|most| *most < cap) else {
+            return self.plan(slow, segment, wanted, cap, self.soft_limit(wanted.bytes));
+        };
+        match self.plan(slow, segment, wanted, most, most)? {
+            Found::Nothing => {}
+            found => return Ok(found),
+        }
+        match self.plan_joined(slow, self.segment(wanted.segment), wanted, most)? {
+            Found::Nothing => self.plan(slow, self.segment(wanted.segment), wanted, cap, most),
+            found => Ok(found),
+        }
+    }
+
+    /// Finds addresses and memory; `cap` bytes may exist, and more than `soft` only where moving does not serve.
     fn plan<'a>(
         &'a self,
         slow: &mut Slow,
         mut segment: SegmentGuard<'a>,
         wanted: &Wanted,
         cap: u64,
+        soft: u64,
     ) -> Result<Found<'a>> {
         if wanted.contiguous > 0 {
             return self.plan_contiguous(slow, segment, wanted, cap);
@@ -232,24 +250,25 @@ impl Inner {
         if places.is_empty() {
             return Err(Error::AddressSpace { requested: wanted.bytes, reserved: self.space.bytes() });
         }
-        match self.memory_for(slow, &segment, wanted, cap, places.iter().take(PLACES)) {
+        match self.memory_for(slow, &segment, wanted, cap, soft, places.iter().take(PLACES)) {
             Some((placement, supply)) => Ok(Found::Plan(segment, placement, supply)),
             None => Ok(Found::Nothing),
         }
     }
 
-    /// The first of these places that memory can be had for, with the memory.
+    /// The first of these places that memory can be had for, with the memory; `cap` and `soft` as for [`Inner::plan`].
     pub(super) fn memory_for(
         &self,
         slow: &Slow,
         segment: &Segment,
         wanted: &Wanted,
         cap: u64,
+        soft: u64,
         places: impl Iterator<Item = Placement> + Clone,
     ) -> Option<(Placement, Supply)> {
         let reserved = slow.physical.reserved();
         let hard = (cap.saturating_sub(reserved)) / GRANULE;
-        let soft = (self.soft_limit(wanted.bytes).saturating_sub(reserved) / GRANULE).min(hard);
+        let soft = (soft.saturating_sub(reserved) / GRANULE).min(hard);
         let terms = self.terms(slow, wanted, cap);
         let idle = self.victims(slow, segment, wanted, 0..0);
         let budgets: &[Budget] =
@@ -286,7 +305,8 @@ impl Inner {
         let large = wanted.segment < FIRST_POOL;
         Terms {
             budget: hard,
-            handle_max: self.handle_size(slow, soft, hard, wanted),
+            // By what the limit leaves, whatever this plan may make of it.
+            handle_max: self.handle_size(slow, soft, slow.limit.saturating_sub(reserved) / GRANULE, wanted),
             moves: self.config.defrag != Defrag::Off && !grow_only,
             // Above a limit that was lowered, nothing is created for what is released.
             rechunk: reserved <= cap && !grow_only,
@@ -311,32 +331,6 @@ impl Inner {
         };
         let (asked, limit) = (wanted.bytes / GRANULE, slow.limit / GRANULE);
         policy::handle_size(self.config.handles, asked, limit, headroom, most, self.history.churn())
-    }
-
-    /// Bytes up to which growth may go before pages move instead; `u64::MAX`: no such bound.
-    pub(super) fn soft_limit(&self, asked: u64) -> u64 {
-        let slack = match (self.config.defrag, self.config.slack) {
-            (Defrag::Off, _) => return u64::MAX,
-            (_, Some(slack)) => slack,
-            (Defrag::Eager, None) => EAGER_SLACK,
-            (Defrag::OnPressure, None) if asked >= HUGE_BYTES && !self.is_limited() => HUGE_SLACK,
-            (Defrag::OnPressure, None) => return u64::MAX,
-        };
-        let live = self.live().saturating_add(asked).max(self.peaks.most_ever());
-        (live as f64 * (1.0 + slack)) as u64
-    }
-
-    /// Counts that more exists than `defrag:eager` allows beside a large request, so that handles are made smaller.
-    fn notice_crowding(&self, slow: &mut Slow, wanted: &Wanted) {
-        let eager = self.config.defrag == Defrag::Eager && wanted.segment < FIRST_POOL;
-        if eager && policy::is_crowded(slow.physical.reserved() / GRANULE, self.soft_limit(wanted.bytes) / GRANULE) {
-            slow.crowded = slow.crowded.saturating_add(1);
-        }
-    }
-
-    /// Has a limit been set? Then memory up to it is there to be used.
-    fn is_limited(&self) -> bool {
-        self.config.limit.is_some() || self.limit.load(Relaxed) != self.device_limit
     }
 
     /// Granules that a growth step creates at least.

@@ -19,6 +19,7 @@ mod pools;
 mod report;
 mod restore;
 mod shrink;
+mod slack;
 mod space;
 mod stats;
 mod streams;

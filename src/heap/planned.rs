@@ -280,7 +280,14 @@ impl Inner {
             if let Some(found) = self.whole_handles(slow, segment, wanted, &placement, area) {
                 return Some(found);
             }
-            let found = self.memory_for(slow, segment, wanted, slow.limit, std::iter::once(placement))?;
+            let found = self.memory_for(
+                slow,
+                segment,
+                wanted,
+                slow.limit,
+                self.soft_limit(wanted.bytes),
+                std::iter::once(placement),
+            )?;
             let moves = found.1.fills.iter().filter(|fill| matches!(fill.source, Source::Move(_)));
             planned.moved.fetch_add(moves.count() as u64, Relaxed);
             Some(found)
