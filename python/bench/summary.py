@@ -9,6 +9,8 @@ from typing import Any
 from plan import Line, Plan, bounds, complete_rounds, of, peak, plenty
 
 GIB = 1 << 30
+# A step of so many times the middle one's time on native is none of steady training.
+STEADY = 5
 
 
 def decoded(line: Line) -> list[float]:
@@ -49,23 +51,51 @@ def ratios(lines: list[Line], run: str, allocator: str, limited: bool, plan: Pla
     return found
 
 
+def timed_rounds(lines: list[Line], run: str, plan: Plan) -> dict[tuple[str, int], dict[tuple[str, bool], list[float]]]:
+    """What each step took on the device, in ms, by round, and there by allocator and whether it was limited."""
+    rounds = set(complete_rounds(lines, run, plan))
+    found: dict[tuple[str, int], dict[tuple[str, bool], list[float]]] = {}
+    for line in of(lines, run, "round"):
+        key = (line["visit"], line["round"])
+        if key in rounds and line.get("step_ms"):
+            found.setdefault(key, {})[(line["allocator"], bool(line["limit"]))] = line["step_ms"]
+    return found
+
+
 def best_steps(lines: list[Line], run: str, allocator: str, limited: bool, plan: Plan) -> float | None:
-    """Speed as a share of native's where each step counts with the least time of it in any of the complete rounds.
+    """Speed as a share of native's where each step counts with the least time of it in any of a visit's rounds; the median of visits.
 
     What slows a run from outside comes and goes, and only ever adds; the least of several runs of one step has the least of it.
     """
-    rounds = set(complete_rounds(lines, run, plan))
-    timed = [
-        line for line in of(lines, run, "round") if (line["visit"], line["round"]) in rounds and line.get("step_ms")
-    ]
+    visits: dict[str, dict[tuple[str, bool], list[list[float]]]] = {}
+    for (visit, _), times in timed_rounds(lines, run, plan).items():
+        for key, steps in times.items():
+            visits.setdefault(visit, {}).setdefault(key, []).append(steps)
+    found = []
+    for times in visits.values():
+        native, ours = (
+            [min(step) for step in zip(*times.get(key, []))] for key in (("native", False), (allocator, limited))
+        )
+        count = min(len(native), len(ours))
+        if count:
+            found.append(sum(native[:count]) / sum(ours[:count]))
+    return statistics.median(found) if found else None
 
-    def least_of(name: str, limit: bool) -> list[float]:
-        times = [line["step_ms"] for line in timed if (line["allocator"], bool(line["limit"])) == (name, limit)]
-        return [min(step) for step in zip(*times)]
 
-    native, ours = least_of("native", False), least_of(allocator, limited)
-    steps = min(len(native), len(ours))
-    return sum(native[:steps]) / sum(ours[:steps]) if steps else None
+def steady(lines: list[Line], run: str, allocator: str, limited: bool, plan: Plan) -> list[float]:
+    """Speed as a share of native's in the same round, without the steps that took native five times as long as its middle step.
+
+    In those PyTorch loads kernels and tries which is fastest, for each new shape once: seconds that differ from run to run by more than
+    all other steps together.
+    """
+    found = []
+    for times in timed_rounds(lines, run, plan).values():
+        native, ours = times.get(("native", False), []), times.get((allocator, limited), [])
+        if native and ours:
+            most = STEADY * statistics.median(native)
+            kept = [(mine, other) for mine, other in zip(native, ours) if mine <= most]
+            found.append(sum(mine for mine, _ in kept) / sum(other for _, other in kept))
+    return found
 
 
 def span(values: Sequence[float], form: str) -> str:
@@ -131,13 +161,13 @@ def row(lines: list[Line], run: str, allocator: str, limited: bool, plan: Plan) 
         losses = "-" if len(native) < 2 else "equal" if own_spread(native) == 0 else f"{own_spread(native):.1e} apart"
     return [
         run, allocator, shown, f"{len(done)} of {len(mine)}", span([line["per_second"] for line in done], ".0f"), span(shares, ".3f"),
-        "-" if best is None else f"{best:.3f}", gib(requested), gib(reserved), "-" if not (reserved and base) else f"{reserved / base:.4f}", counted("retries"),
+        span(steady(lines, run, allocator, limited, plan), ".3f"), "-" if best is None else f"{best:.3f}", gib(requested), gib(reserved), "-" if not (reserved and base) else f"{reserved / base:.4f}", counted("retries"),
         counted("host_waits"), in_driver(done), losses, "-" if limited else least(lines, run, allocator, plan.resolution),
     ]  # fmt: skip
 
 
 HEADS = [
-    "run", "allocator", "limit", "done", "tokens/s", "/ native", "best steps", "requested GiB", "reserved GiB", "reserved / requested",
+    "run", "allocator", "limit", "done", "tokens/s", "/ native", "steady steps", "best steps", "requested GiB", "reserved GiB", "reserved / requested",
     "retries", "host waits", "driver time", "losses", "least",
 ]  # fmt: skip
 
@@ -203,7 +233,8 @@ def report(lines: list[Line], plan: Plan, commit: str = "") -> str:
     text = [f"# Training runs: {title}", "", *(part for head in heads for part in (head, "")), *table(HEADS, rows), ""]
     text += [
         "Each line is the median of its runs, with the least and greatest; `/ native` compares with native in the same round, rounds "
-        "alternating the allocators. Best steps: the same where each step counts with the least time that it took on the device in any round, "
+        "alternating the allocators. Steady steps: the same by the steps' times on the device, without those that took native five times as long as "
+        "its middle step, in which kernels are loaded and tried for a new shape. Best steps: the same where each step counts with the least time that it took in any round of a visit, "
         "since other work on the machine only ever adds. Peaks are the most of any run; reserved / requested is by native's peak requested. Retries: PyTorch's "
         "`num_alloc_retries`. Driver time: the most of any run's whole process, and as a share of its timed steps, which is the most that "
         "the driver's calls can have slowed it. Losses: the greatest distance of a run at any step to the nearest of native's runs. Least: the least "

@@ -194,7 +194,11 @@ class ConvNext(Run):
 
     def size(self, at: int) -> int:
         least, most = self.pixels
-        return 32 * (most - at if at < self.first_steps else length_of(at, least, most))
+        if at >= self.first_steps:
+            return 32 * length_of(at, least, most)
+        # Each size once in no order, the largest second as elsewhere: in order of size nothing would be scattered.
+        others = random.Random(0).sample(range(least, most), most - least)
+        return 32 * (most if at == 1 else others[max(at - 1, 0)])
 
     def loss(self, at: int) -> tuple[Any, int]:
         size, generator = self.size(at), self.generator(at)
