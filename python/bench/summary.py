@@ -139,7 +139,7 @@ def row(lines: list[Line], run: str, allocator: str, limited: bool, plan: Plan) 
     mine = of(lines, run, "round", allocator)
     mine += of(lines, run, "other", allocator)
     mine = [line for line in mine if bool(line["limit"]) == limited]
-    if not mine:
+    if not mine and (limited or not of(lines, run, "probe", allocator)):
         return None
     done = [line for line in mine if line["completed"]]
     requested, reserved = most(done, "peak_requested"), most(done, "peak_reserved")
@@ -160,7 +160,7 @@ def row(lines: list[Line], run: str, allocator: str, limited: bool, plan: Plan) 
     if (allocator, limited) == ("native", False):
         losses = "-" if len(native) < 2 else "equal" if own_spread(native) == 0 else f"{own_spread(native):.1e} apart"
     return [
-        run, allocator, shown, f"{len(done)} of {len(mine)}", span([line["per_second"] for line in done], ".0f"), span(shares, ".3f"),
+        run, allocator, shown, f"{len(done)} of {len(mine)}" if mine else "-", span([line["per_second"] for line in done], ".0f"), span(shares, ".3f"),
         span(steady(lines, run, allocator, limited, plan), ".3f"), "-" if best is None else f"{best:.3f}", gib(requested), gib(reserved), "-" if not (reserved and base) else f"{reserved / base:.4f}", counted("retries"),
         counted("host_waits"), in_driver(done), losses, "-" if limited else least(lines, run, allocator, plan.resolution),
     ]  # fmt: skip
