@@ -181,9 +181,8 @@ def test_the_report_has_every_figure() -> None:
     # An allocator of which only the least memory was searched has its line, too.
     bare = [line for line in lines if line.get("allocator") != "expandable" or line["kind"] == "probe"]
     text = summary.report(bare, Plan())
-    assert [row.split("|")[16].strip() for row in text.split("\n") if row.startswith("| gpt2 | expandable")] == [
-        "1.0125"
-    ]
+    found = [row.split("|")[16].strip() for row in text.split("\n") if row.startswith("| gpt2 | expandable")]
+    assert found == ["above 1.0100"]
 
 
 def test_driver_time_is_the_most_of_any_run() -> None:
