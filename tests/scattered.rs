@@ -4,7 +4,7 @@
 
 mod support;
 
-use support::{Lab, Make, S1, on_each_backend};
+use support::{Lab, Make, Random, S1, on_each_backend};
 use xseg::Allocation;
 use xseg::units::MIB;
 
@@ -43,6 +43,8 @@ on_each_backend! {
     more_than_ever_lived_grows,
     a_limit_or_a_slack_decides_alone,
     small_requests_grow,
+    steps_that_scatter_memory_alike_end_without_driver_calls,
+    steps_that_scatter_memory_in_new_ways_move_a_share_of_it_in_all,
     where_much_is_locked_requests_grow,
 }
 
@@ -106,5 +108,51 @@ fn where_much_is_locked_requests_grow(make: Make) {
     assert!(stats.free >= 60 * MIB, "{stats:?}");
     assert_eq!(after.handles_moved, 0);
     drop((wanted, blocks));
+    lab.ends_with(0);
+}
+
+/// Each step scatters its memory in another place and then wants more at once than lies together.
+fn steps_that_scatter_memory_alike_end_without_driver_calls(make: Make) {
+    let lab = make("reserve:16GiB,growth:exact,handle_max:2MiB");
+    let mut kept: Vec<Allocation> = Vec::new();
+    let mut maps = Vec::new();
+    for step in 0..40 {
+        let before = lab.heap.stats().driver_calls.map;
+        let mut blocks: Vec<Allocation> = (0..8).map(|_| lab.alloc(32 * MIB, S1)).collect();
+        for at in (0..4).rev() {
+            drop(blocks.remove(2 * at + step % 2));
+        }
+        blocks.push(lab.alloc(96 * MIB, S1));
+        // One block lives into the next step.
+        kept = vec![blocks.remove(step % 4)];
+        maps.push(lab.heap.stats().driver_calls.map - before);
+    }
+    assert!(maps[0] > 0 && maps[5..].iter().all(|count| *count == 0), "{maps:?}");
+    lab.check();
+    drop(kept);
+    lab.ends_with(0);
+}
+
+/// Every step scatters its memory in a way of its own: what moves in all of them together is bounded by what exists.
+fn steps_that_scatter_memory_in_new_ways_move_a_share_of_it_in_all(make: Make) {
+    let lab = make("reserve:16GiB,growth:exact,handle_max:4MiB");
+    let mut random = Random(7);
+    // Once more lived than in any step.
+    drop(lab.alloc(500 * MIB, S1));
+    let mut blocks: Vec<Allocation> = (0..16).map(|_| lab.alloc(16 * MIB, S1)).collect();
+    for _ in 0..300 {
+        for _ in 0..8 {
+            let at = random.below(blocks.len() as u64) as usize;
+            drop(blocks.swap_remove(at));
+        }
+        let large = [lab.alloc(160 * MIB, S1), lab.alloc(120 * MIB, S1)];
+        drop(large);
+        blocks.extend((0..8).map(|_| lab.alloc((random.below(12) + 2) * 2 * MIB, S1)));
+    }
+    drop(blocks);
+    lab.check();
+    let stats = lab.heap.stats();
+    assert!(stats.bytes_moved > 0, "{stats:?}");
+    assert!(stats.bytes_moved + stats.bytes_joined <= stats.peak_reserved / 4 + 100 * MIB, "{stats:?}");
     lab.ends_with(0);
 }

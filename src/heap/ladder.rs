@@ -213,14 +213,17 @@ impl Inner {
         let Some(most) = self.scattered_limit(slow, &segment, wanted).filter(|most| *most < cap) else {
             return self.plan(slow, segment, wanted, cap, self.soft_limit(wanted.bytes));
         };
-        match self.plan(slow, segment, wanted, most, most)? {
-            Found::Nothing => {}
-            found => return Ok(found),
+        let mut found = self.plan(slow, segment, wanted, most, most)?;
+        if matches!(found, Found::Nothing) {
+            found = self.plan_joined(slow, self.segment(wanted.segment), wanted, most)?;
         }
-        match self.plan_joined(slow, self.segment(wanted.segment), wanted, most)? {
-            Found::Nothing => self.plan(slow, self.segment(wanted.segment), wanted, cap, most),
-            found => Ok(found),
+        if matches!(found, Found::Nothing) {
+            found = self.plan(slow, self.segment(wanted.segment), wanted, cap, most)?;
         }
+        if let Found::Plan(_, _, supply) = &found {
+            slow.gathered = slow.gathered.saturating_add(supply.touched() * GRANULE);
+        }
+        Ok(found)
     }
 
     /// Finds addresses and memory; `cap` bytes may exist, and more than `soft` only where moving does not serve.

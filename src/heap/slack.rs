@@ -19,6 +19,9 @@ const SCATTERED_SLACK: f64 = 0.008;
 const SCATTERED_LEAST: u64 = 128;
 /// Nor do pages move for them while more than this share of the most that was live is locked in partly live handles.
 const LOCKED_MOST: f64 = 0.02;
+/// Nor once so large a share of what exists moved for such requests: where each step moves what the one before left, growth
+/// ends it.
+const GATHERED_MOST: u64 = 4;
 
 impl Inner {
     /// Bytes up to which growth may go before pages move instead; `u64::MAX`: no such bound.
@@ -43,11 +46,12 @@ impl Inner {
         let large = wanted.segment < FIRST_POOL && wanted.contiguous == 0 && wanted.bytes < HUGE_BYTES;
         let (live, most) = (self.live(), self.peaks.most_ever());
         let share = wanted.bytes.saturating_mul(SCATTERED_LEAST) >= live;
-        if !(plain && large && share) || live.saturating_add(wanted.bytes) > most {
+        let reserved = slow.physical.reserved();
+        let often = slow.gathered > reserved / GATHERED_MOST;
+        if !(plain && large && share) || often || live.saturating_add(wanted.bytes) > most {
             return None;
         }
         let idle: u64 = self.victims(slow, segment, wanted, 0..0).iter().map(|victim| u64::from(victim.granules)).sum();
-        let reserved = slow.physical.reserved();
         let locked = reserved.saturating_sub(live).saturating_sub(idle * GRANULE);
         (locked <= above(most, LOCKED_MOST) - most).then(|| above(most, SCATTERED_SLACK).max(reserved))
     }

@@ -118,3 +118,12 @@ pub(crate) struct Supply {
     pub(crate) drop_cached: Vec<u32>,
     pub(crate) fills: Vec<Fill>,
 }
+
+impl Supply {
+    /// Granules of the handles that lie idle elsewhere and are moved, joined or released.
+    pub(crate) fn touched(&self) -> u64 {
+        let moved = self.fills.iter().filter(|fill| matches!(fill.source, Source::Move(_) | Source::Join(_)));
+        let moved: u64 = moved.map(|fill| u64::from(fill.granules)).sum();
+        moved + self.release.iter().map(|victim| u64::from(victim.granules)).sum::<u64>()
+    }
+}
