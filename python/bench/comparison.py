@@ -52,21 +52,27 @@ def together(job: Job, ranks: Sequence[Line], world: int) -> Line:
     return line
 
 
-def launch(job: Job, args: argparse.Namespace) -> Line:
-    """Starts the ranks of a job, and gives their line."""
+def words(job: Job, args: argparse.Namespace) -> list[str]:
+    """The command line that starts the ranks of a job."""
     kind = job.run.removesuffix(REGISTERED)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks),
         str(Path(__file__).with_name("distributed.py")), "--kind", kind, "--allocator", job.allocator, "--bytes", str(job.limit),
         "--steps", str(job.steps or args.steps), "--warmup", str(args.warmup), "--hang", str(args.hang),
         *(["--register"] if job.run != kind else []), *(["--small"] if args.small else []),
+        *(["--deterministic"] if job.deterministic else []),
     ]  # fmt: skip
     for name in ("width", "layers", "vocabulary", "batch", "length"):
         command += [f"--{name}", str(getattr(args, name))]
+    return command
+
+
+def launch(job: Job, args: argparse.Namespace) -> Line:
+    """Starts the ranks of a job, and gives their line."""
     began = time.monotonic()
     # A session of its own, so that ranks that hang can be ended with their launcher.
     started = subprocess.Popen(
-        command, env=environment(job, None), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        words(job, args), env=environment(job, None), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )  # fmt: skip
     timed_out = False
     try:
@@ -110,11 +116,11 @@ def at_once(jobs: Sequence[Job], args: argparse.Namespace) -> Iterator[Line]:
 
 
 def main(args: argparse.Namespace) -> int:
-    stages = ["rounds", "others"] + (["least"] if args.least else [])
+    stages = ["rounds", "others"] + (["losses"] if args.exact_runs else []) + (["least"] if args.least else [])
     plan = Plan(
         stages=stages, repeat=args.repeat, limit=float(args.limit.removesuffix("x")), limited=args.limited.split(","),
         others=[name for name in args.others.split(",") if name], least=args.least.split(","), resolution=args.resolution,
-        probe_steps=args.probe_steps,
+        probe_steps=args.probe_steps, exact_runs=args.exact_runs,
     )  # fmt: skip
     if args.summary:
         print(report(read([Path(name) for name in args.summary]), plan, args.commit))

@@ -9,6 +9,7 @@ Comparisons on the GPUs of this host (it starts torchrun itself), one after the 
     python distributed.py --compare --ranks 2 --out lines.jsonl              # native, xseg, xseg at 1.02x; then expandable
     python distributed.py --compare --ranks 2 --least --out lines.jsonl      # and the least memory of a rank
     python distributed.py --compare --ranks 2 --repeat 0 --least --probes 1.005x,1.01x --have lines.jsonl --out more.jsonl
+    python distributed.py --compare --ranks 2 --exact-runs 2 --out lines.jsonl   # and losses with deterministic kernels
     python distributed.py --compare --ranks 2 --register --out lines.jsonl   # and all that from memory that NCCL registered
     python distributed.py --summary lines.jsonl
 
@@ -30,7 +31,7 @@ import threading
 import time
 from typing import Any
 
-from measure import Marks, dry_figures
+from measure import Marks, be_deterministic, dry_figures
 
 KINDS = ("ddp", "fsdp2")
 ALLOCATORS = ("native", "expandable", "xseg")
@@ -169,6 +170,8 @@ def train(torch: Any, args: argparse.Namespace, line: dict[str, Any], watch: Wat
     timeout = datetime.timedelta(seconds=2 * args.hang)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
     rank, world = dist.get_rank(), dist.get_world_size()
+    if args.deterministic:
+        be_deterministic(torch)
     torch.manual_seed(SEED)
     with torch.device(device):
         model = make_model(torch, args.width, args.layers, args.vocabulary)
@@ -309,6 +312,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--warmup", type=int, default=5, help="steps before the clock starts (default %(default)s)")
     add("--bytes", type=int, default=0, help="most memory of each rank; 0: no limit")
     add("--register", action="store_true", help="communicate from memory that NCCL allocated and registered")
+    add("--deterministic", action="store_true", help="kernels whose results are the same each time")
     add("--record", default="", help="file for a recording of what rank 0 allocates on xseg (`xseg replay` takes it)")
     add(
         "--hang",
@@ -335,6 +339,12 @@ def arguments() -> argparse.ArgumentParser:
     add("--resolution", type=float, default=0.0025, help="of the search, in peak requested (default %(default)s)")
     add("--probes", default="", help="try these limits at once instead of searching, such as 1.0025x,1.005x")
     add("--probe-steps", type=int, default=24, help="default %(default)s")
+    add(
+        "--exact-runs",
+        type=int,
+        default=0,
+        help="of native and xseg, with deterministic kernels, for their losses (default %(default)s)",
+    )
     add("--minutes", type=float, default=0, help="start nothing that would not end within this time (default: no end)")
     add("--timeout", type=float, default=240, help="seconds for one run (default %(default)s)")
     add("--commit", default="", help="of xseg, for the report")

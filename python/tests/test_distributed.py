@@ -52,6 +52,17 @@ def test_a_step_is_done_when_its_slowest_rank_is() -> None:
     assert comparison.together(JOB, [rank(0, step_ms=[5.0, 9.0]), rank(1)], 2)["step_ms"] == []
 
 
+def test_exact_runs_have_deterministic_kernels() -> None:
+    args = distributed.arguments().parse_args(["--compare", "--exact-runs", "1"])
+    exact = Job("fsdp2+registered", "xseg", "exact", steps=20, deterministic=True)
+    command = comparison.words(exact, args)
+    assert "--deterministic" in command and "--register" in command
+    assert command[command.index("--kind") + 1] == "fsdp2" and command[command.index("--steps") + 1] == "20"
+    assert "--deterministic" not in comparison.words(JOB, args)
+    ranks = distributed.arguments().parse_args(command[command.index("--kind") :])
+    assert ranks.deterministic and ranks.register and ranks.kind == "fsdp2"
+
+
 def test_probes_are_multiples_of_what_native_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     args = distributed.arguments().parse_args(["--probes", "1.005x,1.01", "--probe-steps", "3"])
     known = {
