@@ -260,6 +260,8 @@ def test_lines_are_read_back(tmp_path: Path) -> None:
     whole_file.write_text("".join(json.dumps(line) + "\n" for line in lines[:5]))
     cut.write_text("".join(json.dumps(line) + "\n" for line in lines[5:]) + '{"run": "gp')
     assert visit.read([whole_file, cut]) == lines
+    with pytest.raises(SystemExit, match="cannot read .*nothing.jsonl: No such file"):
+        visit.read([tmp_path / "nothing.jsonl"])
     command = [sys.executable, str(BENCH / "train.py"), "--summary", str(whole_file), str(cut), "--commit", "def5678"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "Commit abc1234" in done.stdout and "b.jsonl" in done.stderr
