@@ -198,6 +198,11 @@ fn tables_are_for_people() {
         assert!(text.contains(part), "{part} in {text}");
     }
     assert!(text.find(" a ").unwrap() < text.find(" b ").unwrap(), "in order of name");
+    // Limits that are factors differ from line to line, and the other settings are shown all the same.
+    file(&folder, "c.trace", "a,0,4194304,0,0\n");
+    let text = ["replay", folder.path().to_str().unwrap(), "--conf", "handles:small,backend:sim", "--limit", "2x"];
+    let shown = xseg(&text);
+    assert!(out(&shown).contains("settings: handles:small, backend:sim, the limit of each line"), "{shown:?}");
 }
 
 #[test]
