@@ -314,6 +314,7 @@ fn bad_usage_and_input_are_status_2_with_advice() {
         (&["replay"], "required"),
         (&["replay", "/no/such.trace", "--backend", "sim"], "check the path"),
         (&["replay", empty], "holds no trace"),
+        (&["plan", empty], "one file is needed"),
         (&["replay", &bad, "--backend", "sim"], "line 2: block 1 is not live"),
         (&["replay", &good, "--backend", "tpu"], "auto, cuda, cuda=N"),
         (&["replay", &good, "--limit", "lots"], "1.02x"),
