@@ -8,6 +8,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$here/library/Cargo.toml")
 cargo=${CARGO:-cargo}
 
+echo "building libxseg ($profile); the first time takes minutes" >&2
 built=$(cd "$here/.." && "$cargo" build --quiet --locked -p xseg-library --profile "$profile" --message-format json-render-diagnostics |
     tr ',' '\n' | sed -n 's/.*"\([^"]*libxseg\.so\)".*/\1/p' | tail -n 1)
 [ -f "$built" ] || { echo "install.sh: cargo built no libxseg.so" >&2; exit 1; }

@@ -198,6 +198,11 @@ fn tables_are_for_people() {
         assert!(text.contains(part), "{part} in {text}");
     }
     assert!(text.find(" a ").unwrap() < text.find(" b ").unwrap(), "in order of name");
+    // Limits that are factors differ from line to line, and the other settings are shown all the same.
+    file(&folder, "c.trace", "a,0,4194304,0,0\n");
+    let text = ["replay", folder.path().to_str().unwrap(), "--conf", "handles:small,backend:sim", "--limit", "2x"];
+    let shown = xseg(&text);
+    assert!(out(&shown).contains("settings: handles:small, backend:sim, the limit of each line"), "{shown:?}");
 }
 
 #[test]
@@ -266,6 +271,12 @@ fn info_shows_what_the_settings_come_to() {
     let shown = with_conf(&["info"], Some("limit:8GiB"));
     let line = "limit: 8.000 GiB; pieces of memory of up to 16.000 MiB, 8.000 MiB once memory comes and goes";
     assert!(out(&shown).contains(line), "{}", out(&shown));
+    // `--conf` over the variable, as for the other commands.
+    let over = |conf: &str| with_conf(&["info", "--conf", conf], Some("limit:4GiB,backend:sim"));
+    assert!(out(&over("limit:8GiB")).contains(line) && out(&over("limit:8GiB")).contains("XSEG_CONF sets backend:sim"));
+    assert!(out(&over("backend:host")).contains("--conf sets backend:host"), "{:?}", over("backend:host"));
+    assert!(err(&over("limt:8GiB")).contains("--conf: there is no key `limt`"), "{:?}", over("limt:8GiB"));
+    assert!(err(&over("plan:/no/such.plan")).contains("plan in --conf: "), "{:?}", over("plan:/no/such.plan"));
     // A plan that does not fit, and one that is none.
     let folder = tempfile::tempdir().unwrap();
     let plan = file(&folder, "run.plan", "xseg plan 1\nblocks 1 step 1 top 8192\n8192 0 1 0\n");
@@ -303,6 +314,7 @@ fn bad_usage_and_input_are_status_2_with_advice() {
         (&["replay"], "required"),
         (&["replay", "/no/such.trace", "--backend", "sim"], "check the path"),
         (&["replay", empty], "holds no trace"),
+        (&["plan", empty], "one file is needed"),
         (&["replay", &bad, "--backend", "sim"], "line 2: block 1 is not live"),
         (&["replay", &good, "--backend", "tpu"], "auto, cuda, cuda=N"),
         (&["replay", &good, "--limit", "lots"], "1.02x"),

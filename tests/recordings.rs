@@ -53,6 +53,15 @@ fn eager_defragmentation_keeps_within_a_hundredth_of_what_is_requested() {
     }
 }
 
+/// What the README says of a limit that is far away, and that `slack` brings the bound back.
+#[test]
+fn a_limit_that_is_far_above_leaves_memory_to_be_used() {
+    let ratios = |conf: &str| shipped(&["--conf", conf]).into_iter().map(|line| line.1).collect::<Vec<_>>();
+    let (least, most) = ratios("limit:100G").iter().fold((f64::MAX, 0.0_f64), |(a, b), r| (a.min(*r), b.max(*r)));
+    assert_eq!((format!("{least:.2}"), format!("{most:.2}")), ("1.02".into(), "1.20".into()));
+    assert!(ratios("limit:100G,defrag:eager").iter().all(|ratio| *ratio <= 1.01));
+}
+
 #[test]
 fn offloaded_activations_do_not_scatter_memory() {
     let (status, plenty) = replay("lora_offload", &[]);

@@ -3,6 +3,7 @@
 One run, on as many hosts as torchrun is started on; a line of JSON for each rank, and one for all from rank 0:
 
     torchrun --nproc-per-node 2 distributed.py --kind fsdp2 --allocator xseg --steps 200
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 distributed.py --kind ddp --allocator xseg
 
 Comparisons on the GPUs of this host (it starts torchrun itself), one after the other, with a report at the end:
 
@@ -306,8 +307,8 @@ def rank_main(args: argparse.Namespace) -> int:
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--kind", choices=KINDS, default="ddp")
-    add("--allocator", choices=ALLOCATORS, default="native")
+    add("--kind", choices=KINDS, default="ddp", help="default %(default)s")
+    add("--allocator", choices=ALLOCATORS, default="native", help="default %(default)s")
     add("--steps", type=int, default=200, help="after the warm-up (default %(default)s)")
     add("--warmup", type=int, default=5, help="steps before the clock starts (default %(default)s)")
     add("--bytes", type=int, default=0, help="most memory of each rank; 0: no limit")
@@ -320,25 +321,45 @@ def arguments() -> argparse.ArgumentParser:
         default=60,
         help="seconds without ten more steps that count as a hang (default %(default)s)",
     )
-    add("--width", type=int, default=2048)
-    add("--layers", type=int, default=12)
-    add("--vocabulary", type=int, default=32000)
-    add("--batch", type=int, default=4, help="of each rank")
-    add("--length", type=int, default=2048, help="greatest; the least is an eighth of it")
-    add("--small", action="store_true", help="a model for the host")
+    add("--width", type=int, default=2048, help="of the model (default %(default)s)")
+    add("--layers", type=int, default=12, help="default %(default)s")
+    add("--vocabulary", type=int, default=32000, help="default %(default)s")
+    add("--batch", type=int, default=4, help="sequences of a step on each rank (default %(default)s)")
+    add(
+        "--length",
+        type=int,
+        default=2048,
+        help="tokens of the longest batch; the shortest has an eighth (default %(default)s)",
+    )
+    add("--small", action="store_true", help="a small model, for ranks without a GPU; overrides the five above")
     compare = parser.add_argument_group("comparisons on this host")
     add = compare.add_argument
     add("--compare", action="store_true", help="start the ranks of several runs, one after the other")
-    add("--ranks", type=int, default=2, help="default %(default)s")
+    add("--ranks", type=int, default=2, help="ranks, and so GPUs, of each run (default %(default)s)")
     add("--kinds", default="ddp,fsdp2", help="default %(default)s")
-    add("--others", default="expandable", help="run for their peaks (default %(default)s)")
-    add("--limited", default="xseg", help="run at `--limit` in each round (default %(default)s)")
-    add("--limit", default="1.02x", help="of native's peak requested on its worst rank (default %(default)s)")
-    add("--repeat", type=int, default=1, help="rounds (default %(default)s)")
-    add("--least", nargs="?", const="xseg,expandable", default="", help="search the least memory for these")
-    add("--resolution", type=float, default=0.0025, help="of the search, in peak requested (default %(default)s)")
+    add("--others", default="expandable", help="allocators that run once, for their peaks (default %(default)s)")
+    add("--limited", default="xseg", help="allocators that run at `--limit`, too, in each round (default %(default)s)")
+    add(
+        "--limit",
+        default="1.02x",
+        help="memory of a limited run, in times native's peak requested on its worst rank (default %(default)s)",
+    )
+    add("--repeat", type=int, default=1, help="rounds of native, xseg and xseg at the limit (default %(default)s)")
+    add(
+        "--least",
+        nargs="?",
+        const="xseg,expandable",
+        default="",
+        help="search the least memory for these allocators (without a name: %(const)s)",
+    )
+    add(
+        "--resolution",
+        type=float,
+        default=0.0025,
+        help="how exact that search is, as a share of peak requested (default %(default)s)",
+    )
     add("--probes", default="", help="try these limits at once instead of searching, such as 1.0025x,1.005x")
-    add("--probe-steps", type=int, default=24, help="default %(default)s")
+    add("--probe-steps", type=int, default=24, help="steps of a run of the search (default %(default)s)")
     add(
         "--exact-runs",
         type=int,
@@ -347,9 +368,13 @@ def arguments() -> argparse.ArgumentParser:
     )
     add("--minutes", type=float, default=0, help="start nothing that would not end within this time (default: no end)")
     add("--timeout", type=float, default=240, help="seconds for one run (default %(default)s)")
-    add("--commit", default="", help="of xseg, for the report")
+    add("--commit", default="", help="commit of xseg, named in the report")
     add("--have", nargs="*", default=[], help="files whose lines need no second run")
-    add("--out", default="distributed.jsonl", help="lines are added to this file, and those there count")
+    add(
+        "--out",
+        default="distributed.jsonl",
+        help="lines are added to this file, and those there count (default %(default)s)",
+    )
     add("--summary", nargs="+", help="run nothing: report on these files")
     return parser
 

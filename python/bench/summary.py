@@ -153,6 +153,8 @@ def row(lines: list[Line], run: str, allocator: str, limited: bool, plan: Plan) 
         return "-" if not values else str(min(values)) if min(values) == max(values) else f"{min(values)}-{max(values)}"
 
     shown = f"{most(mine, 'factor'):.4g}x" if limited else "-"
+    # Further allocators may run beside other processes on their GPU: only rounds tell of speed.
+    timed = [line["per_second"] for line in done if line["kind"] == "round"]
     native = plenty(lines, run, "native")
     shares = ratios(lines, run, allocator, limited, plan)
     best = best_steps(lines, run, allocator, limited, plan)
@@ -160,7 +162,7 @@ def row(lines: list[Line], run: str, allocator: str, limited: bool, plan: Plan) 
     if (allocator, limited) == ("native", False):
         losses = "-" if len(native) < 2 else "equal" if own_spread(native) == 0 else f"{own_spread(native):.1e} apart"
     return [
-        run, allocator, shown, f"{len(done)} of {len(mine)}" if mine else "-", span([line["per_second"] for line in done], ".0f"), span(shares, ".3f"),
+        run, allocator, shown, f"{len(done)} of {len(mine)}" if mine else "-", span(timed, ".0f"), span(shares, ".3f"),
         span(steady(lines, run, allocator, limited, plan), ".3f"), "-" if best is None else f"{best:.3f}", gib(requested), gib(reserved), "-" if not (reserved and base) else f"{reserved / base:.4f}", counted("retries"),
         counted("host_waits"), in_driver(done), losses, "-" if limited else least(lines, run, allocator, plan.resolution),
     ]  # fmt: skip
@@ -209,7 +211,8 @@ def failures(lines: Sequence[Line]) -> list[str]:
         error = line.get("error")
         if error and ("out of memory" not in error.lower() or not line.get("limit")):
             words = " ".join(error.split())[:200]
-            found.append(f"{line['run']}, {line['allocator']}, {line['kind']}, limit {line['limit']}: {words}")
+            limit = f"limit {line['limit']}" if line["limit"] else "no limit"
+            found.append(f"{line['run']}, {line['allocator']}, {line['kind']}, {limit}: {words}")
     return found
 
 
@@ -232,7 +235,8 @@ def report(lines: list[Line], plan: Plan, commit: str = "") -> str:
     title = visits[0]["gpus"][0] if visits and visits[0]["gpus"] else "no GPU"
     text = [f"# Training runs: {title}", "", *(part for head in heads for part in (head, "")), *table(HEADS, rows), ""]
     text += [
-        "Each line is the median of its runs, with the least and greatest; `/ native` compares with native in the same round, rounds "
+        "Each line is the median of its runs, with the least and greatest. Speed is of the rounds only: further allocators run once, for their "
+        "peaks, and other processes may be on their GPU. `/ native` compares with native in the same round, rounds "
         "alternating the allocators. Steady steps: the same by the steps' times on the device, without those that took native five times as long as "
         "its middle step, in which kernels are loaded and tried for a new shape. Best steps: the same where each step counts with the least time that it took in any round of a visit, "
         "since other work on the machine only ever adds. Peaks are the most of any run; reserved / requested is by native's peak requested. Retries: PyTorch's "

@@ -66,18 +66,48 @@ def arguments() -> argparse.ArgumentParser:
     add("--stages", type=names(STAGES), default=list(STAGES), help=f"of {', '.join(STAGES)} (default: all)")
     add("--gpus", default="", help="numbers of the GPUs to use, such as 0,1; a workload for each (default: the first)")
     add("--minutes", type=float, default=0, help="start nothing that would not end within this time (default: no end)")
-    add("--seconds", type=float, default=process.seconds, help="of training after the warm-up (default %(default)s)")
+    add(
+        "--seconds",
+        type=float,
+        default=process.seconds,
+        help="seconds that native trains after the warm-up (default %(default)s)",
+    )
     add("--warmup", type=int, default=process.warmup, help="steps before the clock starts (default %(default)s)")
-    add("--repeat", type=int, default=plan.repeat, help="rounds (default %(default)s)")
-    add("--limit", type=factor, default=plan.limit, help="of the limited runs, in peak requested (default 1.02x)")
-    add("--limited", type=names(ALLOCATORS), default=list(plan.limited), help="limited in each round (default xseg)")
-    add("--others", type=names(ALLOCATORS), default=list(plan.others), help="default expandable,async")
-    add("--least", type=names(ALLOCATORS), default=list(plan.least), help="searched (default xseg,expandable)")
+    add(
+        "--repeat",
+        type=int,
+        default=plan.repeat,
+        help="rounds of native, xseg and xseg under the limit (default %(default)s)",
+    )
+    add(
+        "--limit",
+        type=factor,
+        default=plan.limit,
+        help="memory of the limited runs, in times native's peak requested (default 1.02x)",
+    )
+    add(
+        "--limited",
+        type=names(ALLOCATORS),
+        default=list(plan.limited),
+        help="allocators that run under the limit, too, in each round (default xseg)",
+    )
+    add(
+        "--others",
+        type=names(ALLOCATORS),
+        default=list(plan.others),
+        help="allocators that run once, for their peaks (default expandable,async)",
+    )
+    add(
+        "--least",
+        type=names(ALLOCATORS),
+        default=list(plan.least),
+        help="allocators whose least memory is searched (default xseg,expandable)",
+    )
     add(
         "--resolution",
         type=float,
         default=plan.resolution,
-        help="of the search, in peak requested (default %(default)s)",
+        help="how exact that search is, as a share of peak requested (default %(default)s)",
     )
     add(
         "--probe-steps",
@@ -89,9 +119,9 @@ def arguments() -> argparse.ArgumentParser:
         "--exact-runs",
         type=int,
         default=plan.exact_runs,
-        help="of each, with deterministic kernels (default %(default)s)",
+        help="runs of native and of xseg with deterministic kernels (default %(default)s)",
     )
-    add("--losses", type=int, default=process.losses, help="losses to keep (default %(default)s)")
+    add("--losses", type=int, default=process.losses, help="losses of each run that its line has (default %(default)s)")
     add("--timeout", type=float, default=process.timeout, help="seconds for one process (default %(default)s)")
     add(
         "--record",
@@ -99,7 +129,7 @@ def arguments() -> argparse.ArgumentParser:
         metavar="DIR",
         help="record there what each of xseg's processes allocates (for `xseg replay`)",
     )
-    add("--commit", default="", help="of xseg, for the report")
+    add("--commit", default="", help="commit of xseg, named in the report")
     add("--have", type=Path, nargs="*", default=[], help="files of earlier visits, whose lines need no second run")
     add(
         "--out",

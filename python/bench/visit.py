@@ -24,7 +24,11 @@ def read(paths: Sequence[Path]) -> list[Line]:
     """The lines of several files; a last one that was cut off is left out."""
     lines = []
     for path in paths:
-        for number, text in enumerate(path.read_text().splitlines(), 1):
+        try:
+            whole = path.read_text()
+        except OSError as error:
+            sys.exit(f"cannot read {path}: {error.strerror}; give a file that an earlier visit wrote with --out")
+        for number, text in enumerate(whole.splitlines(), 1):
             try:
                 lines.append(json.loads(text))
             except json.JSONDecodeError:

@@ -157,7 +157,7 @@ def test_a_workload_whose_native_run_fails_is_left() -> None:
 
     lines: list[dict[str, Any]] = []
     assert work(lines, "one", ["gpt2"], start) == [] and len(lines) == 1
-    assert "no such model" in summary.report(lines, Plan())
+    assert "gpt2, native, round, no limit: exit status 1: no such model" in summary.report(lines, Plan())
 
 
 def whole() -> list[dict[str, Any]]:
@@ -176,6 +176,8 @@ def test_the_report_has_every_figure() -> None:
     assert ours[6].startswith("0.98") and ours[11] == "1.0041" and ours[15] == "equal" and ours[16] == "1.0050"
     assert held[4] == "3 of 3" and held[6].startswith("0.98")
     assert rows["gpt2", "expandable", "-"][16] == "1.0125"
+    # What runs once, maybe beside other processes, says nothing of speed.
+    assert rows["gpt2", "expandable", "-"][5] == "-" and float(native[5].split()[0]) > 900
     assert "gpt2: 20 steps equal to the last bit" in text
     assert "did not complete" not in text
     # An allocator of which only the least memory was searched has its line, too.
@@ -283,6 +285,8 @@ def test_lines_are_read_back(tmp_path: Path) -> None:
     whole_file.write_text("".join(json.dumps(line) + "\n" for line in lines[:5]))
     cut.write_text("".join(json.dumps(line) + "\n" for line in lines[5:]) + '{"run": "gp')
     assert visit.read([whole_file, cut]) == lines
+    with pytest.raises(SystemExit, match="cannot read .*nothing.jsonl: No such file"):
+        visit.read([tmp_path / "nothing.jsonl"])
     command = [sys.executable, str(BENCH / "train.py"), "--summary", str(whole_file), str(cut), "--commit", "def5678"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "Commit abc1234" in done.stdout and "b.jsonl" in done.stderr

@@ -37,6 +37,14 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
     assert done.returncode == 0 and '"mismatches":0' in done.stdout.replace(" ", "")
 
 
+def test_the_readme_names_statistics_that_exist() -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text().split("## Statistics")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in row.replace("`", "").replace(",", " ").split()}
+    assert named - set(_native.STATISTICS) == set()
+    assert {"handles_joined", "bytes_joined", "joins_ended"} <= named
+
+
 def test_everything_public_is_documented_and_typed() -> None:
     stub = Path(_native.__file__).with_name("_native.pyi").read_text()
     for kind in (xseg.Heap, xseg.Block):

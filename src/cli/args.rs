@@ -114,6 +114,9 @@ pub(super) struct ConfArgs {
 /// Arguments of `info`.
 #[derive(Debug, Args)]
 pub(super) struct InfoArgs {
+    /// Settings over those of `XSEG_CONF`
+    #[arg(long, value_name = "CONF")]
+    pub(super) conf: Option<String>,
     /// Print one JSON object a line instead of text
     #[arg(long)]
     pub(super) json: bool,

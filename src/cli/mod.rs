@@ -52,7 +52,7 @@ enum Command {
     #[command(after_help = "Example: XSEG_CONF=limit:40G xseg conf")]
     Conf(ConfArgs),
     /// Show which backends work here, their device, memory and capabilities.
-    #[command(after_help = "Example: xseg info --json")]
+    #[command(after_help = "Examples: xseg info --json, xseg info --conf limit:40G,handles:small")]
     Info(InfoArgs),
 }
 

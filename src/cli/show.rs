@@ -4,7 +4,7 @@
 use super::args::{self, ConfArgs, InfoArgs};
 use super::{Failure, tables};
 use crate::backend::{self, cost};
-use crate::conf::KEYS;
+use crate::conf::{KEYS, VARIABLE};
 use crate::config::{BackendChoice, Config, Defrag};
 use crate::heap::PlanState;
 use crate::plan::ahead::Plan;
@@ -64,11 +64,17 @@ struct Info {
 /// Runs `xseg info`; the exit status.
 pub(super) fn info(args: &InfoArgs, out: &mut dyn Write) -> Result<u8, Failure> {
     // Wrong settings are found here too, before anything else is shown.
-    let config = args::layered(None).and_then(|config| args::with_limit(&config, None)).map_err(Failure::Usage)?;
+    let below = args::layered(None).map_err(Failure::Usage)?;
+    let config = args::layered(args.conf.as_deref()).and_then(|config| args::with_limit(&config, None));
+    let config = config.map_err(Failure::Usage)?;
+    // Who set it, for a sentence that says so.
+    let source = |same: bool| if same { VARIABLE } else { "--conf" };
     let plan = config.plan.as_deref().map(|path| Plan::load(path).map(|plan| plan.top())).transpose();
-    let plan = plan.map_err(|error| Failure::Usage(format!("plan in XSEG_CONF: {error}")))?;
+    let plan =
+        plan.map_err(|error| Failure::Usage(format!("plan in {}: {error}", source(below.plan == config.plan))))?;
     let device = if let BackendChoice::Cuda(device) = config.backend { device } else { 0 };
     let choices = [("cuda", BackendChoice::Cuda(device)), ("host", BackendChoice::Host), ("sim", BackendChoice::Sim)];
+    let setter = source(below.backend == config.backend);
     let named = KEYS.iter().find(|key| key.name == "backend").map(|key| key.show(&config)).unwrap_or_default();
     let (mut auto, mut usable) = (None, Ok(()));
     for (name, choice) in choices {
@@ -87,7 +93,7 @@ pub(super) fn info(args: &InfoArgs, out: &mut dyn Write) -> Result<u8, Failure> 
             info.notes.push(PlanState::TooLarge { bytes, limit }.to_string());
         }
         if let Some(why) = info.why_not.as_ref().filter(|_| choice == config.backend) {
-            usable = Err(Failure::Usage(format!("XSEG_CONF sets backend:{named}, and {why}")));
+            usable = Err(Failure::Usage(format!("{setter} sets backend:{named}, and {why}")));
         }
         if args.json {
             let line = serde_json::to_string(&info).map_err(std::io::Error::from)?;
@@ -101,7 +107,7 @@ pub(super) fn info(args: &InfoArgs, out: &mut dyn Write) -> Result<u8, Failure> 
             writeln!(out, "backend:auto is {auto} here")?;
         }
         if config.backend != BackendChoice::Auto {
-            writeln!(out, "XSEG_CONF sets backend:{named}")?;
+            writeln!(out, "{setter} sets backend:{named}")?;
         }
         writeln!(out, "xseg {}", env!("CARGO_PKG_VERSION"))?;
     }

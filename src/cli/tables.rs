@@ -173,9 +173,13 @@ fn with_footer(mut table: Table, optional: &[usize], reports: &[Report]) -> Stri
         text = grid::fitted(table, grid::terminal(), optional);
         footer += &format!("\n{}", ground(reports, alike));
         let conf = if first.conf.is_empty() { "defaults" } else { &first.conf };
-        footer += &match reports.iter().all(|report| report.conf == first.conf) {
-            true => format!(", settings: {conf}"),
-            false => ", settings: the limit of each line over those of XSEG_CONF and --conf".to_owned(),
+        let common = without_limit(&first.conf);
+        footer += &if reports.iter().all(|report| report.conf == first.conf) {
+            format!(", settings: {conf}")
+        } else if reports.iter().all(|report| without_limit(&report.conf) == common) {
+            format!(", settings: {}", [common.as_slice(), &["the limit of each line"]].concat().join(", "))
+        } else {
+            ", settings: the limit of each line over those of XSEG_CONF and --conf".to_owned()
         };
     }
     let mut last = None;
@@ -188,6 +192,11 @@ fn with_footer(mut table: Table, optional: &[usize], reports: &[Report]) -> Stri
         footer += &format!("\n{}: {why}", report.trace);
     }
     text + &grid::wrapped(&footer, footer_width())
+}
+
+/// The settings but for the limit.
+fn without_limit(conf: &str) -> Vec<&str> {
+    conf.split(',').filter(|entry| !entry.is_empty() && !entry.starts_with("limit:")).collect()
 }
 
 /// Without a terminal lines are left whole, for programs that look at them.

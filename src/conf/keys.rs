@@ -186,8 +186,9 @@ pub const KEYS: [Key; 21] = [
     },
     Key {
         name: "defrag",
-        meaning: "when pages move: when memory cannot be created (the limit, or `slack`), before memory is created, \
-                  or never",
+        meaning: "when pages move instead of memory being created: on_pressure where none can be (the limit, or `slack`) \
+                  and where they have been idle for long; eager as soon as more than a little lies idle (`slack`), in \
+                  small pieces, for several times the driver time; off never",
         values: "on_pressure, eager, or off",
         default: "on_pressure",
         show: |c| named(&DEFRAG, c.defrag),
@@ -199,8 +200,10 @@ pub const KEYS: [Key; 21] = [
     Key {
         name: "slack",
         meaning: "pages move before memory is created when reserved exceeds the most that was live by this share of \
-                  it; auto: 0.35% with `defrag:eager`, else, while no limit is set, 2% for requests of 512 MiB and more \
-                  and 0.8% for others that live memory once had room for",
+                  it (a target: free memory that is locked in pieces beside live blocks comes on top); a share that is given \
+                  also makes pieces smaller the nearer reserved comes to it, for several times the driver time; auto: 0.35% \
+                  with `defrag:eager`; else, while no limit is set, 2% for requests of 512 MiB and more and 0.8% for others \
+                  with which no more is live than once was; else none, since memory up to a limit is there to be used",
         values: "auto, unlimited, or a share such as 5%, up to 1000%",
         default: "auto",
         show: |c| match c.slack {

@@ -27,7 +27,7 @@ pub(super) fn load(path: &Path) -> Result<Trace, TraceError> {
         return read_bytes(&map);
     }
     if meta.is_dir() {
-        return Err(failed(io::Error::other("it is a folder")));
+        return Err(failed(io::Error::other("it is a folder, and one file is needed")));
     }
     // A pipe cannot be mapped, so it is collected; longer ones than a snapshot may be are refused.
     let mut bytes = Vec::new();
