@@ -69,6 +69,8 @@ pub(crate) struct Slow {
     pub(crate) limit: u64,
     /// Times that more existed than `defrag:eager` allows when memory was planned for.
     pub(crate) crowded: u32,
+    /// Handles that moved for what only lay scattered, less those that were made instead.
+    pub(crate) gathered: u64,
     /// For `shrink:idle`: handles seen idle, with the age of their memory and when it was first seen
     /// (nanoseconds of the backend's clock).
     pub(crate) idle_since: HashMap<HandleId, (u64, u64)>,

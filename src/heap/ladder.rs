@@ -213,14 +213,24 @@ impl Inner {
         let Some(most) = self.scattered_limit(slow, &segment, wanted).filter(|most| *most < cap) else {
             return self.plan(slow, segment, wanted, cap, self.soft_limit(wanted.bytes));
         };
-        match self.plan(slow, segment, wanted, most, most)? {
-            Found::Nothing => {}
-            found => return Ok(found),
+        if self.is_gathered_often(slow) {
+            let found = self.plan(slow, segment, wanted, cap, self.soft_limit(wanted.bytes))?;
+            if let Found::Plan(_, _, supply) = &found {
+                slow.gathered = slow.gathered.saturating_sub(supply.made());
+            }
+            return Ok(found);
         }
-        match self.plan_joined(slow, self.segment(wanted.segment), wanted, most)? {
-            Found::Nothing => self.plan(slow, self.segment(wanted.segment), wanted, cap, most),
-            found => Ok(found),
+        let mut found = self.plan(slow, segment, wanted, most, most)?;
+        if matches!(found, Found::Nothing) {
+            found = self.plan_joined(slow, self.segment(wanted.segment), wanted, most)?;
         }
+        if matches!(found, Found::Nothing) {
+            found = self.plan(slow, self.segment(wanted.segment), wanted, cap, most)?;
+        }
+        if let Found::Plan(_, _, supply) = &found {
+            slow.gathered += supply.gathered();
+        }
+        Ok(found)
     }
 
     /// Finds addresses and memory; `cap` bytes may exist, and more than `soft` only where moving does not serve.

@@ -19,6 +19,8 @@ const SCATTERED_SLACK: f64 = 0.008;
 const SCATTERED_LEAST: u64 = 128;
 /// Nor do pages move for them while more than this share of the most that was live is locked in partly live handles.
 const LOCKED_MOST: f64 = 0.02;
+/// Once this part of all handles has moved for them, no more move than are made: what returns with each step is made once.
+const GATHERED_MOST: u64 = 2;
 
 impl Inner {
     /// Bytes up to which growth may go before pages move instead; `u64::MAX`: no such bound.
@@ -50,6 +52,12 @@ impl Inner {
         let reserved = slow.physical.reserved();
         let locked = reserved.saturating_sub(live).saturating_sub(idle * GRANULE);
         (locked <= above(most, LOCKED_MOST) - most).then(|| above(most, SCATTERED_SLACK).max(reserved))
+    }
+
+    /// Has so much moved for what lies scattered that growth is cheaper? Where steps repeat, the same memory would be brought
+    /// together in each for ever.
+    pub(super) fn is_gathered_often(&self, slow: &Slow) -> bool {
+        slow.gathered > slow.physical.handles().count() as u64 / GATHERED_MOST
     }
 
     /// Counts that more exists than `defrag:eager` allows beside a large request, so that handles are made smaller.

@@ -81,6 +81,19 @@ impl Placement {
     }
 }
 
+impl Supply {
+    /// Handles that exist already and are moved, joined or released for it.
+    pub(crate) fn gathered(&self) -> u64 {
+        let idle = |fill: &&Fill| matches!(fill.source, Source::Move(_) | Source::Join(_));
+        (self.fills.iter().filter(idle).count() + self.release.len() + self.drop_cached.len()) as u64
+    }
+
+    /// Handles that are created.
+    pub(crate) fn made(&self) -> u64 {
+        self.fills.iter().filter(|fill| fill.source == Source::Create).count() as u64
+    }
+}
+
 impl Victim {
     /// Was it freed at `age` or before?
     fn freed_by(&self, age: u64) -> bool {
