@@ -45,6 +45,7 @@ on_each_backend! {
     small_requests_grow,
     steps_that_scatter_memory_alike_end_without_driver_calls,
     steps_that_scatter_memory_in_new_ways_move_a_share_of_it_in_all,
+    what_was_live_before_peaks_were_reset_counts,
     where_much_is_locked_requests_grow,
 }
 
@@ -68,6 +69,16 @@ fn a_limit_or_a_slack_decides_alone(make: Make) {
     assert_eq!(after(make, "handle_max:2MiB,slack:unlimited", 96 * MIB), (256 + 64, 0));
     assert_eq!(after(make, "handle_max:2MiB,slack:50%", 96 * MIB), (256 + 64, 0));
     assert_eq!(after(make, "handle_max:2MiB,defrag:off", 96 * MIB), (256 + 64, 0));
+}
+
+fn what_was_live_before_peaks_were_reset_counts(make: Make) {
+    let (lab, blocks) = holes(make, "handle_max:2MiB");
+    lab.heap.reset_peaks();
+    assert_eq!(lab.heap.stats().peak_allocated, 128 * MIB);
+    let block = lab.alloc(96 * MIB, S1);
+    assert_eq!((lab.reserved(), lab.heap.stats().handles_moved), (258 * MIB, 31));
+    drop((block, blocks));
+    lab.ends_with(0);
 }
 
 fn small_requests_grow(make: Make) {
