@@ -19,8 +19,8 @@ const SCATTERED_SLACK: f64 = 0.008;
 const SCATTERED_LEAST: u64 = 128;
 /// Nor do pages move for them while more than this share of the most that was live is locked in partly live handles.
 const LOCKED_MOST: f64 = 0.02;
-/// Nor once so large a share of what exists moved for such requests: where each step moves what the one before left, growth
-/// ends it.
+/// Nor once one byte in so many of what exists has moved for such requests: where each step moves what the one before left,
+/// growth ends it.
 const GATHERED_MOST: u64 = 4;
 
 impl Inner {
