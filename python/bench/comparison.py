@@ -95,12 +95,14 @@ def launch(job: Job, args: argparse.Namespace) -> Line:
 
 def probes(args: argparse.Namespace, lines: list[Line], runs: Sequence[str], plan: Plan) -> list[Job]:
     """Runs under each of the limits of `--probes`."""
+    if not plan.least:
+        raise SystemExit("--probes is for the allocators of --least; name them there")
     found = []
     for run in runs:
         base = peak(lines, run)
         if not base:
             raise SystemExit(f"no run of {run} on native memory is known; name a file that has one in --have")
-        for factor in (float(text.removesuffix("x")) for text in args.probes.split(",")):
+        for factor in args.probes:
             found += [
                 Job(run, allocator, "probe", limit=math.ceil(base * factor), factor=factor, steps=plan.probe_steps)
                 for allocator in plan.least
@@ -118,14 +120,13 @@ def at_once(jobs: Sequence[Job], args: argparse.Namespace) -> Iterator[Line]:
 def main(args: argparse.Namespace) -> int:
     stages = ["rounds", "others"] + (["losses"] if args.exact_runs else []) + (["least"] if args.least else [])
     plan = Plan(
-        stages=stages, repeat=args.repeat, limit=float(args.limit.removesuffix("x")), limited=args.limited.split(","),
-        others=[name for name in args.others.split(",") if name], least=args.least.split(","), resolution=args.resolution,
+        stages=stages, repeat=args.repeat, limit=args.limit, limited=args.limited, others=args.others, least=args.least, resolution=args.resolution,
         probe_steps=args.probe_steps, exact_runs=args.exact_runs,
     )  # fmt: skip
     if args.summary:
         print(report(read([Path(name) for name in args.summary]), plan, args.commit))
         return 0
-    runs = [kind for kind in args.kinds.split(",") if kind]
+    runs = list(args.kinds)
     if args.register:
         runs += [kind + REGISTERED for kind in runs]
     began, out_file = time.monotonic(), Path(args.out)

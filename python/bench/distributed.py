@@ -33,6 +33,7 @@ import time
 from typing import Any
 
 from measure import Marks, be_deterministic, dry_figures
+from options import factor, factors, names
 
 KINDS = ("ddp", "fsdp2")
 ALLOCATORS = ("native", "expandable", "xseg")
@@ -336,11 +337,22 @@ def arguments() -> argparse.ArgumentParser:
     add = compare.add_argument
     add("--compare", action="store_true", help="start the ranks of several runs, one after the other")
     add("--ranks", type=int, default=2, help="ranks, and so GPUs, of each run (default %(default)s)")
-    add("--kinds", default="ddp,fsdp2", help="default %(default)s")
-    add("--others", default="expandable", help="allocators that run once, for their peaks (default %(default)s)")
-    add("--limited", default="xseg", help="allocators that run at `--limit`, too, in each round (default %(default)s)")
+    add("--kinds", type=names(KINDS), default="ddp,fsdp2", help="default %(default)s")
+    add(
+        "--others",
+        type=names(ALLOCATORS),
+        default="expandable",
+        help="allocators that run once, for their peaks (default %(default)s)",
+    )
+    add(
+        "--limited",
+        type=names(ALLOCATORS),
+        default="xseg",
+        help="allocators that run at `--limit`, too, in each round (default %(default)s)",
+    )
     add(
         "--limit",
+        type=factor,
         default="1.02x",
         help="memory of a limited run, in times native's peak requested on its worst rank (default %(default)s)",
     )
@@ -348,6 +360,7 @@ def arguments() -> argparse.ArgumentParser:
     add(
         "--least",
         nargs="?",
+        type=names(ALLOCATORS),
         const="xseg,expandable",
         default="",
         help="search the least memory for these allocators (without a name: %(const)s)",
@@ -358,7 +371,12 @@ def arguments() -> argparse.ArgumentParser:
         default=0.0025,
         help="how exact that search is, as a share of peak requested (default %(default)s)",
     )
-    add("--probes", default="", help="try these limits at once instead of searching, such as 1.0025x,1.005x")
+    add(
+        "--probes",
+        type=factors,
+        default=[],
+        help="with --least, try these limits at once instead of searching, such as 1.0025x,1.005x",
+    )
     add("--probe-steps", type=int, default=24, help="steps of a run of the search (default %(default)s)")
     add(
         "--exact-runs",

@@ -28,34 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from measure import ALLOCATORS, Job, Process, child, launch
+from options import factor, names
 from plan import STAGES, Plan
 from summary import report
 from visit import Visit, about, prepare, read
 from workloads import RUNS
-
-
-def names(allowed: Any) -> Any:
-    """A list of names between commas, each of which is allowed."""
-
-    def parse(text: str) -> list[str]:
-        found = [name for name in text.split(",") if name]
-        for name in found:
-            if name not in allowed:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(allowed)}")
-        return found
-
-    return parse
-
-
-def factor(text: str) -> float:
-    """A limit such as 1.02x."""
-    try:
-        value = float(text.removesuffix("x"))
-    except ValueError:
-        value = 0
-    if not 0.5 <= value <= 10:
-        raise argparse.ArgumentTypeError(f"{text!r} is no multiple of peak requested such as 1.02x")
-    return value
 
 
 def arguments() -> argparse.ArgumentParser:

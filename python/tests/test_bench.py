@@ -244,16 +244,18 @@ def test_each_size_of_images_comes_once_before_the_clock_starts() -> None:
     assert all(160 <= run.size(at) <= 384 for at in range(8, 60))
 
 
-def test_best_steps_leave_out_what_slows_a_run_from_outside() -> None:
-    def line(number: int, allocator: str, limit: int, *steps: float) -> dict[str, Any]:
-        where = {"run": "r", "kind": "round", "visit": "v", "round": number}
-        return {**where, "allocator": allocator, "limit": limit, "step_ms": list(steps), "completed": True}
+def timed(number: int, allocator: str, limit: int, *steps: float) -> dict[str, Any]:
+    """A line of a round with what each step took."""
+    where = {"run": "r", "kind": "round", "visit": "v", "round": number}
+    return {**where, "allocator": allocator, "limit": limit, "step_ms": list(steps), "completed": True}
 
+
+def test_best_steps_leave_out_what_slows_a_run_from_outside() -> None:
     lines = [
-        *(line(1, "native", 0, 10.0, 40.0), line(1, "xseg", 0, 11.0, 20.0), line(1, "xseg", 7, 30.0, 20.0)),
-        *(line(2, "native", 0, 30.0, 20.0), line(2, "xseg", 0, 99.0, 19.0), line(2, "xseg", 7, 12.0, 28.0)),
+        *(timed(1, "native", 0, 10.0, 40.0), timed(1, "xseg", 0, 11.0, 20.0), timed(1, "xseg", 7, 30.0, 20.0)),
+        *(timed(2, "native", 0, 30.0, 20.0), timed(2, "xseg", 0, 99.0, 19.0), timed(2, "xseg", 7, 12.0, 28.0)),
         # Of a round that was cut off nothing counts.
-        line(3, "xseg", 0, 1.0, 1.0),
+        timed(3, "xseg", 0, 1.0, 1.0),
     ]
     assert summary.best_steps(lines, "r", "native", False, Plan()) == 1.0
     assert summary.best_steps(lines, "r", "xseg", False, Plan()) == pytest.approx(30 / 30)
@@ -265,14 +267,10 @@ def test_best_steps_leave_out_what_slows_a_run_from_outside() -> None:
 
 
 def test_steady_steps_leave_out_those_that_try_kernels() -> None:
-    def line(number: int, allocator: str, limit: int, *steps: float) -> dict[str, Any]:
-        where = {"run": "r", "kind": "round", "visit": "v", "round": number}
-        return {**where, "allocator": allocator, "limit": limit, "step_ms": list(steps), "completed": True}
-
     lines = [
-        line(1, "native", 0, 10.0, 900.0, 20.0, 50.0),
-        line(1, "xseg", 0, 10.0, 2000.0, 20.0, 70.0),
-        line(1, "xseg", 7, 10.0, 100.0, 10.0, 20.0),
+        timed(1, "native", 0, 10.0, 900.0, 20.0, 50.0),
+        timed(1, "xseg", 0, 10.0, 2000.0, 20.0, 70.0),
+        timed(1, "xseg", 7, 10.0, 100.0, 10.0, 20.0),
     ]
     assert summary.steady(lines, "r", "xseg", False, Plan()) == pytest.approx([80 / 100])
     assert summary.steady(lines, "r", "xseg", True, Plan()) == pytest.approx([80 / 40])

@@ -83,6 +83,11 @@ def test_probes_are_multiples_of_what_native_requested(monkeypatch: pytest.Monke
     ]
     with pytest.raises(SystemExit, match="no run of fsdp2 on native memory"):
         comparison.probes(args, [known], ["fsdp2"], plan)
+    with pytest.raises(SystemExit, match="name them there"):
+        comparison.probes(args, [known], ["ddp"], Plan(least=()))
+    for words in (["--probes", "much"], ["--probes", "1.01x", "--least", "none"], ["--kinds", "ddp,tp"]):
+        with pytest.raises(SystemExit):
+            distributed.arguments().parse_args(words)
     monkeypatch.setattr(comparison, "launch", lambda job, args: {"limit": job.limit})
     assert sorted(line["limit"] for line in comparison.at_once(jobs, args)) == [1005, 1005, 1010, 1010]
 

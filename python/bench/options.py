@@ -1,0 +1,35 @@
+"""Values of options that the benchmarks share."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def names(allowed: Any) -> Any:
+    """A list of names between commas, each of which is allowed."""
+
+    def parse(text: str) -> list[str]:
+        found = [name for name in text.split(",") if name]
+        for name in found:
+            if name not in allowed:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(allowed)}")
+        return found
+
+    return parse
+
+
+def factor(text: str) -> float:
+    """A limit such as 1.02x."""
+    try:
+        value = float(text.removesuffix("x"))
+    except ValueError:
+        value = 0
+    if not 0.5 <= value <= 10:
+        raise argparse.ArgumentTypeError(f"{text!r} is no multiple of peak requested such as 1.02x")
+    return value
+
+
+def factors(text: str) -> list[float]:
+    """Limits such as 1.005x,1.01x."""
+    return [factor(one) for one in text.split(",")]
