@@ -211,6 +211,19 @@ impl Chaos {
         }
     }
 
+    /// So many steps less one, with a look at the whole heap after every third.
+    fn steps(&mut self, end: u64) {
+        for step in 1..end {
+            if step % 120 == 0 {
+                self.renew();
+            }
+            self.step(step);
+            if step % 3 == 0 {
+                self.lab.check();
+            }
+        }
+    }
+
     fn step(&mut self, step: u64) {
         match self.random.below(100) {
             0..=54 => self.alloc(),
@@ -368,15 +381,7 @@ fn chaos(make: support::Make, on_host: bool, rounds: u64, least: u64) {
             let mut chaos = Chaos::new(make(conf.trim_end_matches(',')), on_host, seed);
             let extra = chaos.random.below(3) * GRANULE;
             chaos.fill(extra);
-            for step in 1..500 {
-                if step % 120 == 0 {
-                    chaos.renew();
-                }
-                chaos.step(step);
-                if step % 3 == 0 {
-                    chaos.lab.check();
-                }
-            }
+            chaos.steps(500);
             assert!(chaos.served > 50, "{conf}: {} blocks", chaos.served);
             joined += chaos.finish(0);
         }
@@ -410,15 +415,7 @@ fn refused_calls_change_nothing_of_that() {
             let mut plan = FaultPlan::new(FaultRule::Every(n), seed.is_multiple_of(3));
             plan.events = chaos.random.below(2) == 0;
             faulty.arm(plan);
-            for step in 1..400 {
-                if step % 120 == 0 {
-                    chaos.renew();
-                }
-                chaos.step(step);
-                if step % 3 == 0 {
-                    chaos.lab.check();
-                }
-            }
+            chaos.steps(400);
             faulty.disarm();
             joined += chaos.finish(0);
         }

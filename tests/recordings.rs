@@ -5,27 +5,29 @@
 use serde_json::Value;
 use std::process::{Command, Stdio};
 
-/// `xseg replay` of a recording on `sim`: its exit status and its line.
-fn replay(name: &str, more: &[&str]) -> (Option<i32>, Value) {
-    let trace = format!("{}/benches/recordings/{name}.trace.xz", env!("CARGO_MANIFEST_DIR"));
+/// `xseg replay` of a file or folder of the repository on `sim`: its exit status and its lines.
+fn lines(path: &str, more: &[&str]) -> (Option<i32>, Vec<Value>) {
+    let path = format!("{}/{path}", env!("CARGO_MANIFEST_DIR"));
     let mut command = Command::new(env!("CARGO_BIN_EXE_xseg"));
-    command.args(["replay", &trace, "--backend", "sim", "--json"]).args(more);
+    command.args(["replay", &path, "--backend", "sim", "--json"]).args(more);
     let output = command.env_remove("XSEG_CONF").stdin(Stdio::null()).output().unwrap();
-    (output.status.code(), serde_json::from_slice(&output.stdout).unwrap())
+    let text = String::from_utf8(output.stdout).unwrap();
+    (output.status.code(), text.lines().map(|line| serde_json::from_str(line).unwrap()).collect())
 }
 
-/// The shipped traces on `sim`: peak reserved over peak requested, and modelled driver time in ms, each by name.
+/// The same of a recording, which gives one line.
+fn replay(name: &str, more: &[&str]) -> (Option<i32>, Value) {
+    let (status, mut found) = lines(&format!("benches/recordings/{name}.trace.xz"), more);
+    assert_eq!(found.len(), 1);
+    (status, found.remove(0))
+}
+
+/// The shipped traces: peak reserved over peak requested, and modelled driver time in ms, each by name.
 fn shipped(more: &[&str]) -> Vec<(String, f64, f64)> {
-    let traces = format!("{}/traces", env!("CARGO_MANIFEST_DIR"));
-    let mut command = Command::new(env!("CARGO_BIN_EXE_xseg"));
-    command.args(["replay", &traces, "--backend", "sim", "--json"]).args(more);
-    let output = command.env_remove("XSEG_CONF").stdin(Stdio::null()).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let lines: Vec<Value> =
-        String::from_utf8(output.stdout).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    assert_eq!(lines.len(), 8);
+    let (status, found) = lines("traces", more);
+    assert_eq!((status, found.len()), (Some(0), 8));
     let number = |line: &Value, name: &str| line[name].as_f64().unwrap();
-    lines
+    found
         .iter()
         .map(|line| {
             assert_eq!((&line["completed"], &line["host_waits"]), (&true.into(), &0.into()), "{line}");
