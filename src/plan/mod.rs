@@ -120,10 +120,10 @@ pub(crate) struct Supply {
 }
 
 impl Supply {
-    /// Granules of the handles that lie idle elsewhere and are moved, joined or released.
+    /// Granules of handles that lie idle and are moved, joined or released.
     pub(crate) fn touched(&self) -> u64 {
         let moved = self.fills.iter().filter(|fill| matches!(fill.source, Source::Move(_) | Source::Join(_)));
-        let moved: u64 = moved.map(|fill| u64::from(fill.granules)).sum();
-        moved + self.release.iter().map(|victim| u64::from(victim.granules)).sum::<u64>()
+        let released = self.release.iter().map(|victim| victim.granules).chain(self.drop_cached.iter().copied());
+        moved.map(|fill| fill.granules).chain(released).map(u64::from).sum()
     }
 }
