@@ -219,8 +219,8 @@ pub enum Error {
         /// Why, and what to do.
         why: String,
     },
-    /// A value of `XSEG_CONF` or of the builder is wrong.
-    #[error("XSEG_CONF: {0}")]
+    /// A setting is wrong: of `XSEG_CONF`, which the text then names, of a text in its form, or of the builder.
+    #[error("{0}")]
     Config(String),
     /// The file of `plan` in `XSEG_CONF` is no plan that can be followed.
     #[error("plan:{}: {why}", path.display())]

@@ -14,6 +14,7 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Once, OnceLock};
 use xseg::backend::{MappingCallback, MappingEvent};
+use xseg::conf::VARIABLE;
 use xseg::config::BackendChoice;
 use xseg::{Config, Error, Heap};
 
@@ -62,7 +63,7 @@ fn config(device: u32) -> Result<Config, Error> {
         BackendChoice::Cuda(0) => config.backend = BackendChoice::Cuda(device),
         BackendChoice::Cuda(other) if other != device => {
             return Err(Error::Config(format!(
-                "`backend:cuda={other}` is another device than {device}, which is in use; leave `backend` out, and each device gets a heap"
+                "{VARIABLE}: `backend:cuda={other}` is another device than {device}, which is in use; leave `backend` out, and each device gets a heap"
             )));
         }
         BackendChoice::Cuda(_) | BackendChoice::Host | BackendChoice::Sim => {}

@@ -40,7 +40,7 @@ impl Config {
     pub fn from_env() -> Result<Self> {
         let mut config = Self::default();
         config.apply_env()?;
-        config.check()?;
+        config.check().map_err(of_variable)?;
         Ok(config)
     }
 
@@ -50,10 +50,10 @@ impl Config {
     /// As [`Config::apply`]; also for a value that is not UTF-8.
     pub fn apply_env(&mut self) -> Result<()> {
         match std::env::var(VARIABLE) {
-            Ok(text) => self.apply(&text),
+            Ok(text) => self.apply(&text).map_err(of_variable),
             Err(std::env::VarError::NotPresent) => Ok(()),
             Err(std::env::VarError::NotUnicode(_)) => {
-                Err(Error::Config("the value is not UTF-8; write plain `key:value,key:value`".into()))
+                Err(of_variable(Error::Config("the value is not UTF-8; write plain `key:value,key:value`".into())))
             }
         }
     }
@@ -136,6 +136,14 @@ impl fmt::Display for Config {
             }
         }
         Ok(())
+    }
+}
+
+/// The error of a setting that the environment variable has.
+fn of_variable(error: Error) -> Error {
+    match error {
+        Error::Config(why) => Error::Config(format!("{VARIABLE}: {why}")),
+        other => other,
     }
 }
 
