@@ -1,5 +1,6 @@
 //! Errors of the library: each says what happened and what to do.
 
+use crate::config::RESERVE_MAX;
 use crate::units::human;
 use std::fmt;
 use std::path::PathBuf;
@@ -156,7 +157,7 @@ impl fmt::Display for OutOfMemory {
         if let Some(driver) = &self.driver {
             write!(f, "; {driver}")?;
         }
-        f.write_str("; free some blocks, raise `limit` in XSEG_CONF, or use a smaller batch")
+        f.write_str("; free some blocks, raise `limit`, or use a smaller batch")
     }
 }
 
@@ -169,9 +170,10 @@ pub enum Error {
     OutOfMemory(Box<OutOfMemory>),
     /// The address space of the heap has no range of this length left.
     #[error(
-        "no address range of {} is left in the {} reserved; raise `reserve` in XSEG_CONF",
+        "no address range of {} is left in the {} reserved; {}",
         human(*requested),
-        human(*reserved)
+        human(*reserved),
+        if *requested > RESERVE_MAX { "one block has at most 2 TiB" } else { "raise `reserve`" }
     )]
     AddressSpace {
         /// Bytes asked for.

@@ -13,7 +13,7 @@ pub enum xseg_status {
     XSEG_OK = 0,
     /// No memory for the request, after everything was tried. The heap is unharmed.
     XSEG_OUT_OF_MEMORY = 1,
-    /// The heap's addresses hold no range of this length; raise `reserve` in `XSEG_CONF`.
+    /// The heap's addresses hold no range of this length; raise `reserve`, or no block can be as long.
     XSEG_ADDRESS_SPACE = 2,
     /// An address that is no live block of the heap: foreign, freed already, or inside a block.
     XSEG_INVALID_POINTER = 3,

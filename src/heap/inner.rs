@@ -308,7 +308,7 @@ impl Inner {
         };
         let align = (align / UNIT).max(1) as u32;
         let Some(len) = bytes.max(1).checked_add(UNIT - 1).and_then(|b| u32::try_from(b / UNIT).ok()) else {
-            return Err(Error::AddressSpace { requested: bytes, reserved: self.space.bytes() });
+            return Err(self.endless(bytes, stream));
         };
         let pool = self.pools.route(&stream);
         let large = if bytes < HUGE_BYTES { LARGE } else { HUGE };
@@ -316,6 +316,16 @@ impl Inner {
         let segment = if bytes <= self.config.small_limit { small } else { large };
         let pool = pool.is_some();
         Ok(Wanted { bytes, len, align, segment, stream, pool, proof: pool, contiguous: 0 })
+    }
+
+    /// The error for a request that is longer than any block.
+    #[cold]
+    fn endless(&self, bytes: u64, stream: Stream) -> Error {
+        if bytes <= self.limit.load(Relaxed) {
+            return Error::AddressSpace { requested: bytes, reserved: self.space.bytes() };
+        }
+        self.counters.ooms.fetch_add(1, Relaxed);
+        self.out_of_memory(bytes, stream, None)
     }
 
     /// Declares that work queued on `stream` up to the free uses the block.

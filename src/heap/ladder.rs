@@ -64,7 +64,8 @@ impl Inner {
         // A copy, since a wait on the device widens what its stream may take.
         let mut wanted = *wanted;
         self.notice_capture(&mut wanted);
-        let mut called_back = false;
+        // Live bytes when clients were last asked to free some; they are asked again below that.
+        let mut asked = u64::MAX;
         let (mut last, mut stuck, mut refusals) = (Duration::ZERO, 0u32, 0u32);
         loop {
             let refusal = {
@@ -90,9 +91,12 @@ impl Inner {
                     continue;
                 }
             }
-            if !called_back {
-                called_back = true;
-                if self.out_of_memory_callbacks(wanted.bytes) {
+            let live = self.live();
+            if live < asked {
+                // Again for as long as they free anything: a client need not know how much is enough.
+                let freed = self.out_of_memory_callbacks(wanted.bytes);
+                asked = if freed { live } else { 0 };
+                if freed {
                     continue;
                 }
             }
@@ -117,7 +121,7 @@ impl Inner {
                 continue;
             }
             self.counters.ooms.fetch_add(1, Relaxed);
-            let error = self.out_of_memory(&wanted, refusal);
+            let error = self.out_of_memory(wanted.bytes, wanted.stream, refusal);
             if self.config.shrink == Shrink::Oom {
                 self.trim_to(&mut self.slow.lock(), self.config.keep);
             }

@@ -130,13 +130,13 @@ impl fmt::Display for PlanState {
             ),
             Self::TooLarge { bytes, limit } => write!(
                 f,
-                "the plan is not followed: it takes {} and the limit is {}; raise `limit` in XSEG_CONF",
+                "the plan is not followed: it takes {} and the limit is {}; raise `limit`",
                 human(*bytes),
                 human(*limit)
             ),
             Self::NoAddresses { bytes } => write!(
                 f,
-                "the plan is not followed: no range of {} is left of the heap's addresses; raise `reserve` in XSEG_CONF",
+                "the plan is not followed: no range of {} is left of the heap's addresses; raise `reserve`",
                 human(*bytes)
             ),
             Self::GivenUp { moves } => write!(

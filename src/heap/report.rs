@@ -1,7 +1,8 @@
 //! The out-of-memory error: what stands in the way of a request.
 #![forbid(unsafe_code)]
 
-use super::inner::{Inner, Wanted};
+use super::inner::Inner;
+use super::streams::Stream;
 use crate::error::{DriverError, Error, OutOfMemory};
 use crate::plan::source;
 use crate::segment::Claim;
@@ -19,13 +20,13 @@ struct Obstacles {
 
 impl Inner {
     /// The error, with what stands in the way.
-    pub(super) fn out_of_memory(&self, wanted: &Wanted, driver: Option<DriverError>) -> Error {
+    pub(super) fn out_of_memory(&self, requested: u64, stream: Stream, driver: Option<DriverError>) -> Error {
         let stats = self.stats();
-        let found = self.obstacles(self.claim(wanted.stream));
+        let found = self.obstacles(self.claim(stream));
         let exported = self.pending_exports();
         Error::OutOfMemory(Box::new(OutOfMemory {
-            requested: wanted.bytes,
-            stream: wanted.stream.id.0,
+            requested,
+            stream: stream.id.0,
             limit: if driver.is_some() { stats.reserved } else { stats.limit },
             reserved: stats.reserved,
             allocated: stats.allocated,

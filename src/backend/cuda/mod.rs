@@ -45,7 +45,7 @@ fn initialised() -> Result<&'static Api, Error> {
     let api = Api::load().map_err(unavailable)?;
     api.init().map_err(|error| {
         unavailable(format!(
-            "{}; check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or do without by `backend:host` in XSEG_CONF",
+            "{}; check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or do without by `backend:host`",
             error.reason
         ))
     })?;

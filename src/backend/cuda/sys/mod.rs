@@ -160,7 +160,7 @@ impl Api {
         let library = library.ok_or_else(|| {
             format!(
                 "the CUDA driver's library libcuda.so.1 cannot be loaded ({failure}); install it with NVIDIA's driver, give a \
-                 container its GPUs, or do without by `backend:host` in XSEG_CONF"
+                 container its GPUs, or do without by `backend:host`"
             )
         })?;
         let missing: Vec<&str> = REQUIRED.into_iter().filter(|name| !has_symbol(&library, name)).collect();
