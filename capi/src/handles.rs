@@ -1,8 +1,11 @@
 //! Handles: numbers dressed as pointers, which are looked up and never followed.
 
+use crate::record;
 use crate::status::{Failure, guard, xseg_status};
 use parking_lot::RwLock;
 use std::marker::{PhantomData, PhantomPinned};
+use std::sync::Once;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use xseg::Heap;
 
 /// A heap. Only pointers to it exist, and only the library knows what they stand for.
@@ -20,6 +23,15 @@ struct Slot {
     heap: Option<Heap>,
     /// The process's heap of a device, which nobody destroys.
     shared: bool,
+    /// [`FORKS`] when the heap was made: a heap of another number is the parent's.
+    forks: u32,
+}
+
+/// Forks from the process that made the first heap to this one.
+static FORKS: AtomicU32 = AtomicU32::new(0);
+
+extern "C" fn in_child() {
+    FORKS.fetch_add(1, Relaxed);
 }
 
 static SLOTS: RwLock<Vec<Slot>> = RwLock::new(Vec::new());
@@ -32,6 +44,11 @@ fn name(slot: usize, filled: u32) -> *mut xseg_heap {
 
 /// A handle for `heap`.
 pub(crate) fn enter(heap: Heap, shared: bool) -> Result<*mut xseg_heap, Failure> {
+    static WATCH: Once = Once::new();
+    WATCH.call_once(|| {
+        // SAFETY: the function only changes an atomic, which is allowed after a fork.
+        let _ = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+    });
     let mut slots = SLOTS.write();
     let at = match slots.iter().position(|slot| slot.heap.is_none()) {
         Some(at) => at,
@@ -44,6 +61,7 @@ pub(crate) fn enter(heap: Heap, shared: bool) -> Result<*mut xseg_heap, Failure>
     slots[at].filled += 1;
     slots[at].heap = Some(heap);
     slots[at].shared = shared;
+    slots[at].forks = FORKS.load(Relaxed);
     Ok(name(at, slots[at].filled))
 }
 
@@ -60,16 +78,22 @@ fn stale(handle: *const xseg_heap) -> Failure {
     Failure { status: xseg_status::XSEG_STALE_HANDLE, why }
 }
 
-/// The heap of a handle.
+/// The heap of a handle, in the process that made it.
 pub(crate) fn heap(handle: *const xseg_heap) -> Result<Heap, Failure> {
     let (at, filled) = place(handle);
     let slots = SLOTS.read();
     let slot = slots.get(at).filter(|slot| slot.filled == filled);
-    slot.and_then(|slot| slot.heap.clone()).ok_or_else(|| stale(handle))
+    let found = slot.and_then(|slot| Some((slot.heap.clone()?, slot.forks)));
+    let (heap, forks) = found.ok_or_else(|| stale(handle))?;
+    if forks == FORKS.load(Relaxed) {
+        return Ok(heap);
+    }
+    let why = "the heap belongs to the process that this one was forked off; make a heap of this process's own";
+    Err(Failure { status: xseg_status::XSEG_UNAVAILABLE, why: why.into() })
 }
 
 /// Ends a heap: waits for the device, releases all of its memory, live blocks too, and makes the handle stale.
-/// Calls on other threads that are under way fail with [`XSEG_SHUT_DOWN`](xseg_status::XSEG_SHUT_DOWN).
+/// Calls on other threads that are under way fail with `XSEG_SHUT_DOWN`. A recording of the heap ends, as by `xseg_record_stop`.
 #[unsafe(no_mangle)]
 pub extern "C" fn xseg_heap_destroy(handle: *mut xseg_heap) -> xseg_status {
     guard(|| {
@@ -83,6 +107,6 @@ pub extern "C" fn xseg_heap_destroy(handle: *mut xseg_heap) -> xseg_status {
             slot.and_then(|slot| slot.heap.take())
         };
         taken.ok_or_else(|| stale(handle))?.shut_down();
-        Ok(())
+        record::end(handle)
     })
 }

@@ -151,29 +151,41 @@ pub unsafe extern "C" fn xseg_record_start(handle: *mut xseg_heap, path: *const 
     })
 }
 
-/// Ends the recording of a heap; its file is whole when this returns. To be called before the process ends.
+/// Ends the recording of a heap; its file is whole when this returns. To be called before the process ends, unless
+/// `xseg_heap_destroy` is.
 #[unsafe(no_mangle)]
 pub extern "C" fn xseg_record_stop(handle: *mut xseg_heap) -> xseg_status {
-    guard(|| {
-        let ended = {
-            let mut recordings = RECORDINGS.lock();
-            let at = recordings.now.iter().position(|recording| recording.heap == handle.addr());
-            at.map(|at| recordings.now.swap_remove(at))
-        };
-        let Some(mut ended) = ended else {
-            return Err(Failure::argument("the heap is not being recorded"));
-        };
-        if ended.process != std::process::id() {
-            // What waits to be written is the parent's to write.
+    guard(|| finish(taken(handle).ok_or_else(|| Failure::argument("the heap is not being recorded"))?))
+}
+
+/// Ends the recording of a heap that is no more, if there is one.
+pub(crate) fn end(handle: *const xseg_heap) -> Result<(), Failure> {
+    match taken(handle) {
+        // A child only drops its copy.
+        Some(ended) if ended.process != std::process::id() => {
             let _ = ended.out.into_parts();
-            return Err(Failure::argument(
-                "the recording is of the process that this one was forked off; stop it there",
-            ));
+            Ok(())
         }
-        let flushed = ended.out.flush();
-        match ended.failed.or(flushed.err()) {
-            Some(error) => Err(unwritten(&ended.path, &error)),
-            None => Ok(()),
-        }
-    })
+        Some(ended) => finish(ended),
+        None => Ok(()),
+    }
+}
+
+fn taken(handle: *const xseg_heap) -> Option<Recording> {
+    let mut recordings = RECORDINGS.lock();
+    let at = recordings.now.iter().position(|recording| recording.heap == handle.addr())?;
+    Some(recordings.now.swap_remove(at))
+}
+
+fn finish(mut ended: Recording) -> Result<(), Failure> {
+    if ended.process != std::process::id() {
+        // What waits to be written is the parent's to write.
+        let _ = ended.out.into_parts();
+        return Err(Failure::argument("the recording is of the process that this one was forked off; stop it there"));
+    }
+    let flushed = ended.out.flush();
+    match ended.failed.or(flushed.err()) {
+        Some(error) => Err(unwritten(&ended.path, &error)),
+        None => Ok(()),
+    }
 }

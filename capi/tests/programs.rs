@@ -89,6 +89,15 @@ fn what_the_interface_promises() {
 }
 
 #[test]
+fn a_child_that_is_forked_off() {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("forked.trace");
+    program("tests/programs/fork.c", false, &[HOST[0], ("TRACE", path.to_str().unwrap())]);
+    let text = std::fs::read_to_string(&path).unwrap();
+    let kinds: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).map(|line| &line[..3]).collect();
+    assert_eq!(kinds, ["a,1", "a,2", "f,1"], "the heap's end ends its recording, and the child adds nothing: {text}");
+}
+
+#[test]
 fn memory_of_several_processes() {
     program("tests/programs/share.c", false, &[]);
     program("tests/programs/share.cpp", false, &[]);

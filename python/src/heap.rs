@@ -1,18 +1,19 @@
 //! Heaps and blocks as Python classes.
 
-use crate::errors::{PointerError, raise};
+use crate::errors::{Error, PointerError, raise};
 use crate::memory::Range;
 use crate::number;
 use crate::share::{Export, Imported, descriptor};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
+use std::sync::Arc;
 use xseg::backend::BackendKind;
 use xseg::{Allocation, PoolId, StreamFilter, StreamId};
 
 /// A heap: an allocator for one device.
 ///
 /// `conf` is the policy in the form of the environment variable XSEG_CONF, whose value counts where `conf` is None.
-/// Any thread may use a heap. Streams are numbers: a `cudaStream_t` on a GPU (`torch.cuda.Stream.cuda_stream`), 0 the
+/// Any thread may use a heap; a process that was forked off makes its own. Streams are numbers: a `cudaStream_t` on a GPU (`torch.cuda.Stream.cuda_stream`), 0 the
 /// default one.
 ///
 /// Raises ConfigError, and Error where the backend cannot be used.
@@ -20,6 +21,18 @@ use xseg::{Allocation, PoolId, StreamFilter, StreamId};
 #[derive(Debug)]
 pub(crate) struct Heap {
     heap: xseg::Heap,
+    /// A child that was forked off gets nothing.
+    process: u32,
+}
+
+impl Heap {
+    fn ours(&self) -> PyResult<&xseg::Heap> {
+        if self.process == std::process::id() {
+            return Ok(&self.heap);
+        }
+        let why = "the heap belongs to the process that this one was forked off; make a heap of this process's own";
+        Err(Error::new_err(why))
+    }
 }
 
 #[pymethods]
@@ -31,7 +44,7 @@ impl Heap {
             Some(conf) => xseg::Heap::builder().conf(&conf).and_then(xseg::HeapBuilder::build),
             None => xseg::Heap::from_env(),
         });
-        Ok(Self { heap: made.map_err(raise)? })
+        Ok(Self { heap: made.map_err(raise)?, process: std::process::id() })
     }
 
     /// Allocate `bytes` for work on `stream`. The block is freed when it is closed, its `with` ends, or it is collected.
@@ -44,9 +57,10 @@ impl Heap {
         #[pyo3(from_py_with = number::bytes)] bytes: u64,
         #[pyo3(from_py_with = number::stream)] stream: u64,
     ) -> PyResult<Block> {
-        let found = py.detach(|| self.heap.alloc(bytes, StreamId(stream))).map_err(raise)?;
+        let heap = self.ours()?;
+        let found = py.detach(|| heap.alloc(bytes, StreamId(stream))).map_err(raise)?;
         let kind = self.heap.backend().kind();
-        Ok(Block { address: found.address(), bytes, stream, kind, found: std::sync::Mutex::new(Some(found)) })
+        Ok(Block { address: found.address(), bytes, stream, kind, found: std::sync::Mutex::new(Some(Arc::new(found))) })
     }
 
     /// As `alloc`, for a bare address that `free` frees.
@@ -57,7 +71,8 @@ impl Heap {
         #[pyo3(from_py_with = number::bytes)] bytes: u64,
         #[pyo3(from_py_with = number::stream)] stream: u64,
     ) -> PyResult<u64> {
-        py.detach(|| self.heap.alloc_raw(bytes, StreamId(stream))).map_err(raise)
+        let heap = self.ours()?;
+        py.detach(|| heap.alloc_raw(bytes, StreamId(stream))).map_err(raise)
     }
 
     /// Free a block of `alloc_raw` by its address. Never waits. Raises PointerError.

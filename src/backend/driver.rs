@@ -10,6 +10,7 @@ use super::watch::{MappingCallback, MappingChange, MappingEvent};
 use super::{Backend, BackendKind, PhysicalAllocation, cost};
 use crate::error::{DriverCall, DriverError};
 use parking_lot::Mutex;
+use rustix::process::{Pid, getpid};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -68,6 +69,8 @@ fn read(counters: &[AtomicU64; CALLS]) -> DriverCalls {
 /// See the module's text. Shared; memory calls are made by one thread at a time.
 pub(crate) struct Driver {
     backend: Arc<dyn Backend>,
+    /// Whose memory it is: on the host a process that was forked off shares it, and would free what its parent uses.
+    process: Pid,
     counts: [AtomicU64; CALLS],
     /// Time in calls, in nanoseconds: modelled, or measured where the backend is a real device.
     nanos: [AtomicU64; CALLS],
@@ -100,6 +103,10 @@ struct Mapping {
     /// Of an import: watchers are not told.
     quiet: bool,
 }
+
+/// Why a child that was forked off gets nothing.
+pub(crate) const FORKED: &str =
+    "the heap belongs to the process that this one was forked off; make a heap of this process's own";
 
 fn refused(call: DriverCall, why: &str) -> DriverError {
     DriverError::new(call, format!("refused before the driver saw it: {why}; this is a defect of xseg"))
@@ -136,6 +143,7 @@ impl Driver {
         let measured = backend.kind() == BackendKind::Cuda;
         Self {
             backend,
+            process: getpid(),
             counts: Default::default(),
             nanos: Default::default(),
             measured,
@@ -146,6 +154,21 @@ impl Driver {
 
     pub(crate) fn backend(&self) -> &dyn Backend {
         &*self.backend
+    }
+
+    /// Is this the process that made it, and no child that was forked off?
+    pub(crate) fn is_ours(&self) -> bool {
+        getpid() == self.process
+    }
+
+    /// In a child that was forked off: what is still there is never dropped, since threads and memory are the parent's.
+    pub(crate) fn leave(&self) {
+        std::mem::forget(Arc::clone(&self.backend));
+    }
+
+    /// No call of a child that was forked off reaches the driver.
+    fn of_parent(&self, call: DriverCall) -> Result<(), DriverError> {
+        if self.is_ours() { Ok(()) } else { Err(DriverError::new(call, FORKED)) }
     }
 
     pub(crate) fn calls(&self) -> DriverCalls {
@@ -197,6 +220,7 @@ impl Driver {
 
     /// Reserves addresses.
     pub(crate) fn reserve(&self, bytes: u64) -> Result<u64, DriverError> {
+        self.of_parent(DriverCall::Reserve)?;
         let address = self.count(&[DriverCall::Reserve], bytes, || self.backend.reserve(bytes))?;
         self.known.lock().reservations.insert(address, bytes);
         Ok(address)
@@ -204,6 +228,7 @@ impl Driver {
 
     /// Gives a whole reservation back, in which nothing is mapped.
     pub(crate) fn unreserve(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
+        self.of_parent(DriverCall::Unreserve)?;
         let mut known = self.known.lock();
         let empty = known.mappings.range(address..address.saturating_add(bytes)).next().is_none();
         if known.reservations.get(&address) != Some(&bytes) || !empty {
@@ -217,6 +242,7 @@ impl Driver {
 
     /// Creates a handle.
     pub(crate) fn create(&self, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
+        self.of_parent(DriverCall::Create)?;
         let handle = self.count(&[DriverCall::Create], bytes, || self.backend.create(bytes))?;
         self.known.lock().handles.insert(handle.0, (bytes, 1));
         Ok(handle)
@@ -224,6 +250,7 @@ impl Driver {
 
     /// Takes a handle of another process. It counts as no creation.
     pub(crate) fn import(&self, fd: BorrowedFd<'_>, start: u64, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
+        self.of_parent(DriverCall::Other)?;
         let mut known = self.known.lock();
         let handle = self.backend.import(fd, start, bytes)?;
         let entry = known.handles.entry(handle.0).or_insert((bytes, 0));
@@ -254,6 +281,7 @@ impl Driver {
     }
 
     fn map_as(&self, at: u64, mapping: Mapping) -> Result<(), DriverError> {
+        self.of_parent(DriverCall::Map)?;
         let Mapping { bytes, handle, .. } = mapping;
         let mut known = self.known.lock();
         known.may_map(at, handle, bytes)?;
@@ -277,6 +305,7 @@ impl Driver {
 
     /// Unmaps one mapping that no queued or running work uses.
     pub(crate) fn unmap(&self, at: u64, bytes: u64) -> Result<(), DriverError> {
+        self.of_parent(DriverCall::Unmap)?;
         let mapping = self.known.lock().may_unmap(at, bytes)?;
         // Memory calls come from one thread at a time, so that what was looked up still holds afterwards.
         self.tell(MappingChange::Unmapping, at, mapping);
@@ -301,6 +330,7 @@ impl Driver {
         bytes: u64,
     ) -> Result<(), DriverError> {
         const CALLS: [DriverCall; 3] = [DriverCall::Map, DriverCall::SetAccess, DriverCall::Unmap];
+        self.of_parent(DriverCall::Map)?;
         let mapping = {
             let known = self.known.lock();
             known.may_map(to, handle, bytes)?;
@@ -324,6 +354,7 @@ impl Driver {
 
     /// A file descriptor for a handle's memory, and where in it the handle starts.
     pub(crate) fn export(&self, handle: PhysicalAllocation) -> Result<(OwnedFd, u64), DriverError> {
+        self.of_parent(DriverCall::Other)?;
         let known = self.known.lock();
         if !known.handles.contains_key(&handle.0) {
             return Err(refused(DriverCall::Other, "the handle does not exist"));
@@ -351,6 +382,7 @@ impl Driver {
         bytes: u64,
         release: impl FnOnce(&dyn Backend) -> Result<(), DriverError>,
     ) -> Result<(), DriverError> {
+        self.of_parent(DriverCall::Release)?;
         let mut known = self.known.lock();
         if !known.has(handle, bytes) {
             return Err(refused(DriverCall::Release, "the handle does not exist in this size"));

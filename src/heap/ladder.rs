@@ -5,6 +5,7 @@
 
 use super::execute::Outcome;
 use super::inner::{Block, FIRST_POOL, Inner, LARGE, SegmentGuard, Slow, Wanted};
+use crate::backend::driver::FORKED;
 use crate::config::{CrossStream, Defrag, Growth, Shrink};
 use crate::error::{DriverError, Error, Result};
 use crate::plan::place::{Places, Request};
@@ -57,6 +58,9 @@ enum Rung {
 impl Inner {
     /// Serves a request that has no fitting free block, or says why not.
     pub(crate) fn alloc_slow(&self, wanted: &Wanted) -> Result<Block> {
+        if !self.driver.is_ours() {
+            return Err(Error::Unavailable { backend: self.driver.backend().kind().name(), why: FORKED.into() });
+        }
         self.counters.slow_allocs.fetch_add(1, Relaxed);
         let clock = self.driver.backend().now();
         let mut waited = false;

@@ -48,8 +48,9 @@ use std::sync::Arc;
 /// A function that may free memory before an out-of-memory error: gets the bytes asked for, says whether it freed any.
 pub type OutOfMemoryCallback = Box<dyn Fn(u64) -> bool + Send + Sync>;
 
-/// An allocator for one device. Clones share it; any thread may use it. A forked child must not: the driver does not work there,
-/// and a lock that another thread held at the fork is never given back.
+/// An allocator for one device. Clones share it; any thread may use it. A forked child must not: its memory is the parent's, and
+/// a lock that another thread held at the fork is never given back. No call of the child reaches the driver, and what it drops there
+/// leaves the parent's memory alone.
 ///
 /// ```
 /// use xseg::{Heap, StreamId};

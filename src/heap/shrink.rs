@@ -240,6 +240,11 @@ impl Inner {
         if self.shut.swap(true, Relaxed) {
             return;
         }
+        if !self.driver.is_ours() {
+            // Memory and the device's work are the parent's, and locks may be held by threads that are not here.
+            self.driver.leave();
+            return;
+        }
         self.pools.shut();
         let mut slow = self.slow.lock();
         let backend = self.driver.backend();

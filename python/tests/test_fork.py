@@ -1,0 +1,65 @@
+"""A heap in a process that was forked off: the memory stays the parent's."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import xseg
+
+MIB = 1 << 20
+
+
+def child(does: object) -> int:
+    """Exit status of a forked child that does this, and then ends as a program does."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            does()  # type: ignore[operator]
+        except BaseException as error:  # noqa: BLE001
+            print(error, file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_what_a_child_drops_stays_with_the_parent() -> None:
+    heap = xseg.Heap("backend:host,limit:128MiB")
+    blocks = [heap.alloc(size) for size in (4096, 3 * MIB, 40 * MIB)]
+    for number, block in enumerate(blocks):
+        block.view()[-1] = 7 + number
+    before = heap.stats()
+    held = [heap]
+
+    def drop_all() -> None:
+        for block in blocks:
+            block.close()
+        assert held.pop().trim() == 0
+        nonlocal heap
+        del heap
+
+    assert child(drop_all) == 0
+    assert [block.view()[-1] for block in blocks] == [7, 8, 9]
+    assert heap.stats() == before
+    heap.check()
+
+
+def test_a_child_gets_nothing_of_the_parents_heap() -> None:
+    heap = xseg.Heap("backend:host,limit:128MiB")
+    heap.alloc(8 * MIB).close()
+
+    def try_all() -> None:
+        for bytes_wanted in (4096, 8 * MIB, 64 * MIB):
+            for call in (heap.alloc, heap.alloc_raw):
+                with pytest.raises(xseg.Error, match="make a heap of this process's own"):
+                    call(bytes_wanted)
+        own = xseg.Heap("backend:host,limit:64MiB")
+        with own.alloc(8 * MIB) as block:
+            block.view()[0] = 1
+        own.check()
+
+    assert child(try_all) == 0
+    with heap.alloc(8 * MIB) as block:
+        assert block.view()[0] == 0
+    heap.check()
