@@ -242,13 +242,18 @@ pub(crate) struct Block {
     bytes: u64,
     stream: u64,
     kind: BackendKind,
-    found: std::sync::Mutex<Option<Allocation>>,
+    /// Views hold it, too.
+    found: std::sync::Mutex<Option<Arc<Allocation>>>,
+}
+
+fn closed() -> PyErr {
+    PointerError::new_err("the block is closed")
 }
 
 impl Block {
     fn live<T>(&self, use_it: impl FnOnce(&Allocation) -> T) -> PyResult<T> {
         let found = self.found.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        found.as_ref().map(use_it).ok_or_else(|| PointerError::new_err("the block is closed"))
+        found.as_deref().map(use_it).ok_or_else(closed)
     }
 
     fn range(&self) -> Range {
@@ -293,17 +298,16 @@ impl Block {
         Ok(Export::new(self.live(Allocation::export)?.map_err(raise)?))
     }
 
-    /// Free the block now; again is no error. Never waits.
+    /// Free the block now, or with the last memoryview of `view`; again is no error. Never waits.
     fn close(&self) {
         let taken = self.found.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
         drop(taken);
     }
 
-    /// The memory as a writable memoryview of bytes, on host memory only. It must not be used after the block is closed.
-    fn view<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        let block = slf.get();
-        block.live(|_| ())?;
-        block.range().view(slf)
+    /// The memory as a writable memoryview of bytes, on host memory only. The block is not freed before it and its slices are gone.
+    fn view<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let found = self.found.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
+        self.range().view(py, found.ok_or_else(closed)?)
     }
 
     #[getter]

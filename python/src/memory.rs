@@ -2,7 +2,14 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
+use std::any::Any;
 use xseg::backend::BackendKind;
+
+/// What a view looks at: freed with the last view, so that none ever looks at memory of others.
+#[pyclass(module = "xseg", frozen)]
+struct Kept {
+    _memory: Box<dyn Any + Send + Sync>,
+}
 
 /// A range of memory, as bytes.
 #[derive(Debug, Clone, Copy)]
@@ -13,16 +20,15 @@ pub(crate) struct Range {
 }
 
 impl Range {
-    /// A writable memoryview that keeps `owner`; on host memory only.
-    pub(crate) fn view<'py>(self, owner: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let py = owner.py();
+    /// A writable memoryview that keeps `memory`; on host memory only.
+    pub(crate) fn view(self, py: Python<'_>, memory: impl Any + Send + Sync) -> PyResult<Bound<'_, PyAny>> {
         if self.kind != BackendKind::Host {
             return Err(pyo3::exceptions::PyTypeError::new_err(format!("the host cannot read {} memory", self.kind)));
         }
         let ctypes = py.import("ctypes")?;
         let array = ctypes.getattr("c_ubyte")?.mul(self.bytes)?;
         let array = array.call_method1("from_address", (self.address,))?;
-        array.setattr("_block", owner)?;
+        array.setattr("_kept", Kept { _memory: Box::new(memory) })?;
         let view = py.import("builtins")?.getattr("memoryview")?.call1((array,))?;
         view.call_method1("cast", ("B",))
     }

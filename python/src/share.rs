@@ -7,7 +7,7 @@ use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt, PyTuple};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use xseg::backend::BackendKind;
 
 fn locked<T>(place: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -111,20 +111,22 @@ impl Export {
 #[derive(Debug)]
 pub(crate) struct Imported {
     range: Range,
-    found: Mutex<Option<xseg::Imported>>,
+    /// Views hold it, too.
+    found: Mutex<Option<Arc<xseg::Imported>>>,
 }
 
 impl Imported {
     pub(crate) fn new(found: xseg::Imported, kind: BackendKind) -> Self {
         let range = Range { address: found.address(), bytes: found.len(), kind };
-        Self { range, found: Mutex::new(Some(found)) }
+        Self { range, found: Mutex::new(Some(Arc::new(found))) }
     }
 
     fn open(&self) -> PyResult<Range> {
-        match *locked(&self.found) {
-            Some(_) => Ok(self.range),
-            None => Err(ShareError::new_err("the import is closed")),
-        }
+        self.held().map(|_| self.range)
+    }
+
+    fn held(&self) -> PyResult<Arc<xseg::Imported>> {
+        locked(&self.found).clone().ok_or_else(|| ShareError::new_err("the import is closed"))
     }
 }
 
@@ -149,15 +151,16 @@ impl Imported {
     }
 
     /// Wait for the work that uses it, unmap it, and tell the exporter; again is no error. Raises ShareError when that work is
-    /// not done within `wait_limit` of the policy: it is then unmapped later.
+    /// not done within `wait_limit` of the policy: it is then unmapped later. All that happens with the last memoryview of `view`
+    /// where one is left.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let taken = locked(&self.found).take();
+        let taken = locked(&self.found).take().and_then(Arc::into_inner);
         taken.map_or(Ok(()), |found| py.detach(|| found.close()).map_err(raise))
     }
 
-    /// The memory as a writable memoryview of bytes, on host memory only. It must not be used after the import is closed.
-    fn view<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.get().open()?.view(slf)
+    /// The memory as a writable memoryview of bytes, on host memory only. The import does not end before it and its slices are gone.
+    fn view<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.range.view(py, self.held()?)
     }
 
     #[getter]

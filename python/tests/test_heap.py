@@ -32,7 +32,14 @@ def test_a_block_holds_what_is_written(heap: xseg.Heap) -> None:
         assert heap.block_size(block.address) == (3 * MIB + 5, 3 * MIB + 512)
         stats = heap.stats()
         assert (stats["live_blocks"], stats["requested"], stats["allocated"]) == (1, 3 * MIB + 5, 3 * MIB + 512)
-    assert block.closed and heap.stats()["live_blocks"] == 0
+    # A view that is left still looks at the block, and never at memory of others.
+    heap.trim()
+    assert block.closed and heap.stats()["live_blocks"] == 1 and view[-1] == 7
+    part = view[:4]
+    view.release()
+    assert heap.stats()["live_blocks"] == 1 and bytes(part) == b"xseg"
+    part.release()
+    assert heap.stats()["live_blocks"] == 0
     heap.check()
 
 

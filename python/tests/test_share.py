@@ -42,7 +42,8 @@ def read_and_write(export: xseg.Export, said: Connection) -> None:
         said.send((bytes(view[:4]), view[-1], len(imported)))
         view[:5] = b"there"
         said.recv()
-        del view
+    assert imported.closed and bytes(view[:5]) == b"there"
+    del view
     said.send("done")
 
 
