@@ -3,10 +3,17 @@
 # cargo's other than release; DESTDIR is put in front of the prefix for packaging.
 set -eu
 prefix=${1:-/usr/local}
+case "$prefix" in
+-*) sed -n '2,3s/^# //p' "$0"; exit 2 ;;
+/*) ;;
+# The pkg-config file and the advice below name it, wherever they are read.
+*) prefix=$PWD/$prefix ;;
+esac
 profile=${PROFILE:-release}
 here=$(cd "$(dirname "$0")" && pwd)
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$here/library/Cargo.toml")
 cargo=${CARGO:-cargo}
+command -v "$cargo" >/dev/null || { echo "install.sh: there is no $cargo; install Rust (https://rustup.rs) or name it by CARGO" >&2; exit 1; }
 
 echo "building libxseg ($profile); the first time takes minutes" >&2
 built=$(cd "$here/.." && "$cargo" build --quiet --locked -p xseg-library --profile "$profile" --message-format json-render-diagnostics |

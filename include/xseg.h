@@ -35,7 +35,7 @@ typedef enum xseg_status {
   XSEG_OK = 0,
   // No memory for the request, after everything was tried. The heap is unharmed.
   XSEG_OUT_OF_MEMORY = 1,
-  // The heap's addresses hold no range of this length; raise `reserve` in `XSEG_CONF`.
+  // The heap's addresses hold no range of this length; raise `reserve`, or no block can be as long.
   XSEG_ADDRESS_SPACE = 2,
   // An address that is no live block of the heap: foreign, freed already, or inside a block.
   XSEG_INVALID_POINTER = 3,
@@ -302,11 +302,14 @@ uint32_t xseg_version(void);
 // Version of the library in use as text, which lives as long as the library.
 const char *xseg_version_string(void);
 
-// Adds a function that may free memory before an out-of-memory error.
+// Adds a function that may free memory before an out-of-memory error. When it says that it did, the request is tried again, and
+// the function called again while less and less is live.
 //
 // What the caller promises:
 // Any thread may call `callback` with `user` until the heap is destroyed.
-enum xseg_status xseg_on_out_of_memory(xseg_heap *handle, xseg_out_of_memory_callback callback, void *user);
+enum xseg_status xseg_on_out_of_memory(xseg_heap *handle,
+                                       xseg_out_of_memory_callback callback,
+                                       void *user);
 
 // A graph is going to be captured: from now on what `filter` says yes to is allocated from `pool`, which gets one use more
 // and whose memory stays where it is until it is released. A null `filter` takes every stream. Call it before the
@@ -393,7 +396,7 @@ enum xseg_status xseg_device_block(const void *block,
 enum xseg_status xseg_device_watch(xseg_mapping_callback callback, void *user);
 
 // Ends a heap: waits for the device, releases all of its memory, live blocks too, and makes the handle stale.
-// Calls on other threads that are under way fail with [`XSEG_SHUT_DOWN`](xseg_status::XSEG_SHUT_DOWN).
+// Calls on other threads that are under way fail with `XSEG_SHUT_DOWN`. A recording of the heap ends, as by `xseg_record_stop`.
 enum xseg_status xseg_heap_destroy(xseg_heap *handle);
 
 // Makes a heap as the options say, and gives its handle in `heap`.
@@ -482,8 +485,8 @@ enum xseg_status xseg_retire_stream(xseg_heap *heap,
 enum xseg_status xseg_trim(xseg_heap *heap,
                            uint64_t *released);
 
-// Sets the most physical memory that may exist, in bytes; `UINT64_MAX`: no bound. Idle memory above it is released as far
-// as its use has passed; `reserved` gets what exists afterwards and may be null.
+// Sets the most physical memory that may exist, in bytes, rounded down to granules of 2 MiB; `UINT64_MAX`: no bound. Idle
+// memory above it is released as far as its use has passed; `reserved` gets what exists afterwards and may be null.
 //
 // What the caller promises:
 // `reserved` is null or valid for writing.
@@ -502,7 +505,7 @@ enum xseg_status xseg_tick(xseg_heap *heap);
 // None beyond a valid handle: the range is checked.
 enum xseg_status xseg_pin(xseg_heap *heap, const void *address, uint64_t bytes);
 
-// Ends one `xseg_pin` of the same range.
+// Ends one `xseg_pin` of the same granules of 2 MiB, to which ranges are rounded outwards.
 //
 // What the caller promises:
 // Nothing outside relies on the range any more.
@@ -517,7 +520,8 @@ enum xseg_status xseg_unpin(xseg_heap *heap, const void *address, uint64_t bytes
 enum xseg_status xseg_record_start(xseg_heap *handle,
                                    const char *path);
 
-// Ends the recording of a heap; its file is whole when this returns. To be called before the process ends.
+// Ends the recording of a heap; its file is whole when this returns. To be called before the process ends, unless
+// `xseg_heap_destroy` is.
 enum xseg_status xseg_record_stop(xseg_heap *handle);
 
 // Makes a block of a capture pool live again where it lay: `block` is what `xseg_regions` said of it while it was live, and all

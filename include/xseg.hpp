@@ -197,7 +197,7 @@ class Heap {
   xseg_heap* heap_ = nullptr;
 };
 
-/// Allocations go to a capture pool while this lives; the pool itself is ended by `xseg_release_capture`.
+/// Allocations go to a graph's capture pool while this lives (a trace of a heap's allocations is `xseg_record_start`'s); the pool itself is ended by `xseg_release_capture`.
 class Recording {
  public:
   Recording(const Heap& heap, xseg_pool pool, xseg_stream_filter filter = nullptr, void* user = nullptr)

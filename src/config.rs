@@ -167,8 +167,9 @@ impl Config {
     pub(crate) fn limit_on(&self, total: u64) -> u64 {
         match self.limit {
             Some(SizeOrShare::Bytes(bytes)) => bytes,
+            // A share of no bound is none.
+            Some(SizeOrShare::Share(_)) | None if total == u64::MAX => u64::MAX,
             Some(SizeOrShare::Share(share)) => (total as f64 * share) as u64,
-            None if total == u64::MAX => u64::MAX,
             // Others need some: the driver loads kernels into it.
             None => total - (total / 100).max(512 * MIB).min(total),
         }

@@ -16,6 +16,7 @@ use std::sync::{Arc, Once, OnceLock};
 use xseg::backend::{MappingCallback, MappingEvent};
 use xseg::conf::VARIABLE;
 use xseg::config::BackendChoice;
+use xseg::error::PointerFault;
 use xseg::{Config, Error, Heap};
 
 /// Devices of one process.
@@ -120,22 +121,23 @@ pub(crate) fn allocate(number: c_int, bytes: u64, stream: xseg_stream) -> Result
     Ok(address)
 }
 
+fn no_block(address: u64) -> Failure {
+    Failure {
+        status: xseg_status::XSEG_INVALID_POINTER,
+        why: format!("{address:#x} is no live block of a device's heap"),
+    }
+}
+
 /// Does `call` on the heap that the block is of.
 fn with_owner(block: *const c_void, call: impl Fn(&Heap, u64) -> Result<(), Error>) -> Result<(), Failure> {
     let address = block.addr() as u64;
-    let mut refused = None;
     for (_, device) in devices() {
         match call(&device.heap, address) {
-            Err(Error::InvalidPointer { address, why: xseg::error::PointerFault::Foreign }) => {
-                refused = Some(Error::InvalidPointer { address, why: xseg::error::PointerFault::Foreign });
-            }
+            Err(Error::InvalidPointer { why: PointerFault::Foreign, .. }) => {}
             done => return Ok(done?),
         }
     }
-    match refused {
-        Some(error) => Err(error.into()),
-        None => Err(Failure::argument("no device has a heap yet, so this is no block of one")),
-    }
+    Err(no_block(address))
 }
 
 pub(crate) fn free(block: *const c_void) -> Result<(), Failure> {
@@ -241,8 +243,7 @@ pub unsafe extern "C" fn xseg_device_block(
         let address = block.addr() as u64;
         let found = devices().find_map(|(number, device)| Some((number, device.heap.block_size(address).ok()?)));
         let Some((number, sizes)) = found else {
-            let why = format!("{address:#x} is no live block of a device's heap");
-            return Err(Failure { status: xseg_status::XSEG_INVALID_POINTER, why });
+            return Err(no_block(address));
         };
         // SAFETY: the caller's.
         unsafe { put(device, number as c_int) };

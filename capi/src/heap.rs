@@ -306,8 +306,8 @@ pub unsafe extern "C" fn xseg_trim(heap: *mut xseg_heap, released: *mut u64) -> 
     })
 }
 
-/// Sets the most physical memory that may exist, in bytes; `UINT64_MAX`: no bound. Idle memory above it is released as far
-/// as its use has passed; `reserved` gets what exists afterwards and may be null.
+/// Sets the most physical memory that may exist, in bytes, rounded down to granules of 2 MiB; `UINT64_MAX`: no bound. Idle
+/// memory above it is released as far as its use has passed; `reserved` gets what exists afterwards and may be null.
 ///
 /// # Safety
 /// `reserved` is null or valid for writing.
@@ -341,7 +341,7 @@ pub unsafe extern "C" fn xseg_pin(heap: *mut xseg_heap, address: *const c_void, 
     guard(|| Ok(self::heap(heap)?.pin(block(address)?, bytes)?))
 }
 
-/// Ends one `xseg_pin` of the same range.
+/// Ends one `xseg_pin` of the same granules of 2 MiB, to which ranges are rounded outwards.
 ///
 /// # Safety
 /// Nothing outside relies on the range any more.

@@ -208,7 +208,7 @@ impl Heap {
         self.inner.pin(address, bytes)
     }
 
-    /// Ends one [`Heap::pin`] of the same range.
+    /// Ends one [`Heap::pin`] of the same granules.
     ///
     /// # Errors
     /// As [`Heap::pin`].

@@ -219,7 +219,7 @@ static void devices(void) {
   size_t size = 0;
   xseg_pool pool = {0, 6};
   int asked = 0;
-  CHECK(xseg_device_free(&heap) == XSEG_INVALID_ARGUMENT);
+  CHECK(xseg_device_free(&heap) == XSEG_INVALID_POINTER);
   CHECK(xseg_device_heap(-1, &heap) == XSEG_INVALID_ARGUMENT && xseg_device_heap(64, &heap) == XSEG_INVALID_ARGUMENT);
   CHECK(xseg_device_watch(NULL, NULL) == XSEG_INVALID_ARGUMENT);
   CHECK(xseg_device_watch(device_watch, &second) == XSEG_OK);
