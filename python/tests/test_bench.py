@@ -109,6 +109,24 @@ def test_the_search_goes_below_natives_peak_where_another_needs_less() -> None:
     assert job is not None and job.factor == 0.9075
 
 
+@pytest.mark.parametrize("base", [PEAK, 26_621_596_668, 3_000_000_000])
+def test_limits_are_shown_as_the_probes_had_them(base: int) -> None:
+    lines = [{**pretend(Job("gpt2", "native", "round")), "peak_requested": base, "peak_reserved": 2 * base}]
+
+    def shown(*probes: tuple[float, bool]) -> str:
+        jobs = [(Job("gpt2", "xseg", "probe", limit=math.ceil(base * factor)), done) for factor, done in probes]
+        return summary.least([*lines, *({**pretend(job), "completed": done} for job, done in jobs)], "gpt2", "xseg")
+
+    for at in range(1, 300):
+        above, below = 1 + at * 0.0001, 1 + (at - 1) * 0.0001
+        assert shown((above, True), (below, False)) == f"{above:.4f}"
+    assert shown((1.005, True), (1.0025, False)) == "1.0025 to 1.0050"
+    # Rounded to the safe side.
+    assert shown((1.00503, True), (1.00257, False)) == "1.0025 to 1.0051"
+    assert shown((1.00507, True), (1.00503, False)) == "1.0051"
+    assert shown((1.00503, True), (1.00507, False)) == "above 1.0050"
+
+
 def test_a_visit_that_ends_early_is_gone_on_with() -> None:
     lines: list[dict[str, Any]] = []
     plan = Plan(repeat=3)
@@ -173,9 +191,12 @@ def test_the_report_has_every_figure() -> None:
     rows = {tuple(row[1:4:1]): row for row in ([cell.strip() for cell in line.split("|")] for line in text.split("\n"))}
     native, ours, held = rows["gpt2", "native", "-"], rows["gpt2", "xseg", "-"], rows["gpt2", "xseg", "1.02x"]
     assert native[4] == "3 of 3" and native[15] == "equal" and native[9] == "10.000"
-    assert ours[6].startswith("0.98") and ours[11] == "1.0041" and ours[15] == "equal" and ours[16] == "1.0050"
+    assert ours[6].startswith("0.98") and ours[11] == "1.0041" and ours[15] == "equal" and ours[16] == "1.0025 to 1.0050"
     assert held[4] == "3 of 3" and held[6].startswith("0.98")
-    assert rows["gpt2", "expandable", "-"][16] == "1.0125"
+    assert rows["gpt2", "expandable", "-"][16] == "1.0100 to 1.0121", "without a limit it reserved so much"
+    assert "at which 24 steps completed, rounded up" in text
+    # How finely was searched, and for how long, is in the lines, not in the command that reports on them.
+    assert summary.report(lines, Plan(resolution=0.05, probe_steps=7)) == text
     # What runs once, maybe beside other processes, says nothing of speed.
     assert rows["gpt2", "expandable", "-"][5] == "-" and float(native[5].split()[0]) > 900
     assert "gpt2: 20 steps equal to the last bit" in text
