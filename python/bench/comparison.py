@@ -18,7 +18,7 @@ from typing import Any
 from measure import Job, environment
 from plan import Plan, peak
 from summary import report
-from visit import Visit, about, prepare, read
+from visit import Visit, about, begin, prepare, read
 
 Line = dict[str, Any]
 # A workload is a kind of parallel training, and whether it communicates from registered memory.
@@ -134,7 +134,7 @@ def main(args: argparse.Namespace) -> int:
     if not args.small:
         prepare()
     lines = read([*have, *([out_file] if out_file.exists() else [])])
-    name = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    name = begin(lines)
     with out_file.open("a") as out:
 
         def keep(line: Line) -> None:

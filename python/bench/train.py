@@ -31,7 +31,7 @@ from measure import ALLOCATORS, Job, Process, child, launch
 from options import factor, names
 from plan import STAGES, Plan
 from summary import report
-from visit import Visit, about, prepare, read
+from visit import Visit, about, begin, prepare, read
 from workloads import RUNS
 
 
@@ -163,7 +163,7 @@ def main() -> int:
     if args.device == "cuda":
         prepare()
     lines = read([*args.have, *([args.out] if args.out.exists() else [])])
-    name = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    name = begin(lines)
     with args.out.open("a") as out:
 
         def keep(line: dict[str, Any]) -> None:

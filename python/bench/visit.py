@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,46 @@ from plan import Plan, next_job
 Line = dict[str, Any]
 
 
+def fresh(name: str, taken: Collection[str]) -> str:
+    """A name that no other visit has."""
+    numbered = (f"{name} ({number})" for number in itertools.count(2))
+    return name if name not in taken else next(one for one in numbered if one not in taken)
+
+
 def read(paths: Sequence[Path]) -> list[Line]:
-    """The lines of several files; a last one that was cut off is left out."""
+    """The lines of several files; a last one that was cut off is left out.
+
+    Visits that began in the same second have the same name; here each gets one of its own. A file has the line about a visit before the
+    visit's others, also where the lines of several visits were put into one file.
+    """
     lines = []
+    names: set[str] = set()
     for path in paths:
         try:
             whole = path.read_text()
         except OSError as error:
             sys.exit(f"cannot read {path}: {error.strerror}; give a file that an earlier visit wrote with --out")
+        renamed: dict[str, str] = {}
         for number, text in enumerate(whole.splitlines(), 1):
             try:
-                lines.append(json.loads(text))
+                line = json.loads(text)
             except json.JSONDecodeError:
                 print(f"{path}:{number} is no line of JSON and is left out", file=sys.stderr)
+                continue
+            visit = line.get("visit")
+            if line.get("kind") == "about":
+                renamed[visit] = fresh(visit, names)
+                names.add(renamed[visit])
+            if visit in renamed:
+                line["visit"] = renamed[visit]
+            lines.append(line)
     return lines
+
+
+def begin(lines: Sequence[Line]) -> str:
+    """The name of a visit that begins now, none of those before it."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    return fresh(now, {line["visit"] for line in lines if "visit" in line})
 
 
 def about(visit: str, commit: str, words: Sequence[str]) -> Line:

@@ -314,6 +314,30 @@ def test_lines_are_read_back(tmp_path: Path) -> None:
     assert "Commit def5678" in summary.report(unsaid, Plan(), "def5678")
 
 
+def test_visits_of_the_same_second_stay_apart(tmp_path: Path) -> None:
+    def a_visit(speed: float) -> list[dict[str, Any]]:
+        lines: list[dict[str, Any]] = [{**visit.about("one", "", []), "gpus": ["A GPU"]}]
+        work(lines, "one", ["gpt2"], plan=Plan(stages=["rounds"], repeat=1))
+        return [{**line, "per_second": speed} if line.get("allocator") == "xseg" else line for line in lines]
+
+    first, second = a_visit(500.0), a_visit(800.0)
+    other = [{**line, "visit": "two"} for line in second]
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "both.jsonl", "other.jsonl")]
+    for path, lines in zip(files, (first, second, [*first, *second], other)):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    expected = [*first, *({**line, "visit": "one (2)"} for line in second)]
+    assert visit.read(files[:2]) == visit.read(files[2:3]) == expected
+    # Each is measured by its own native, as where their names differ.
+    apart = summary.ratios([*first, *other], "gpt2", "xseg", False, Plan())
+    assert summary.ratios(expected, "gpt2", "xseg", False, Plan()) == apart and len(apart) == 2
+    names = [line["visit"] for line in visit.read([*files, files[3]]) if line["kind"] == "about"]
+    assert names == ["one", "one (2)", "one (3)", "one (4)", "two", "two (2)"]
+    # A visit that goes on takes no name that was there.
+    now = visit.begin([])
+    later = visit.begin([{"visit": now}, {"visit": f"{now} (2)"}])
+    assert later.startswith(now[:10]) and later not in (now, f"{now} (2)")
+
+
 def test_processes_get_their_allocator_and_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     job = Job("gpt2", "expandable", "other")
