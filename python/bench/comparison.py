@@ -18,7 +18,7 @@ from typing import Any
 from measure import Job, environment
 from plan import Plan, peak
 from summary import report
-from visit import Visit, about, begin, prepare, read
+from visit import Visit, about, begin, earlier, opened, prepare, read, unwritable
 
 Line = dict[str, Any]
 # A workload is a kind of parallel training, and whether it communicates from registered memory.
@@ -124,18 +124,21 @@ def main(args: argparse.Namespace) -> int:
         probe_steps=args.probe_steps, exact_runs=args.exact_runs,
     )  # fmt: skip
     if args.summary:
-        print(report(read([Path(name) for name in args.summary]), plan, args.commit))
+        print(report(read(args.summary), plan, args.commit))
         return 0
     runs = list(args.kinds)
     if args.register:
         runs += [kind + REGISTERED for kind in runs]
-    began, out_file = time.monotonic(), Path(args.out)
-    have = [Path(name) for name in args.have]
+    began = time.monotonic()
+    if why := unwritable(args.out):
+        print(why, file=sys.stderr)
+        return 2
+    lines = earlier(args.have, args.out)
+    jobs = probes(args, lines, runs, plan) if args.probes else []
     if not args.small:
         prepare()
-    lines = read([*have, *([out_file] if out_file.exists() else [])])
     name = begin(lines)
-    with out_file.open("a") as out:
+    with opened(args.out) as out:
 
         def keep(line: Line) -> None:
             out.write(json.dumps(line) + "\n")
@@ -144,15 +147,17 @@ def main(args: argparse.Namespace) -> int:
                 json.dumps({key: value for key, value in line.items() if key not in ("losses", "step_ms")}), flush=True
             )
 
-        keep(about(name, args.commit, ["python", *sys.argv]))
+        lines.append(about(name, args.commit, ["python", *sys.argv]))
+        keep(lines[-1])
         deadline = began + 60 * args.minutes if args.minutes else float("inf")
         if args.probes:
-            for line in at_once(probes(args, lines, runs, plan), args):
-                keep({**line, "visit": name})
+            for line in at_once(jobs, args):
+                lines.append({**line, "visit": name})
+                keep(lines[-1])
             left = []
         else:
             left = Visit(name, lines, keep, lambda job, slot: launch(job, args), plan, runs, deadline).go(1)
     for run, stage in left:
         print(f"{run}: {stage} not finished; run the same with the lines so far in --have", file=sys.stderr)
-    print(report(read([*have, out_file]), plan, args.commit))
+    print(report(lines, plan, args.commit))
     return 0
