@@ -20,6 +20,8 @@ fn cli(py: Python<'_>, words: Vec<OsString>) -> u8 {
 
 /// Checks a policy in the form of XSEG_CONF, or that of the environment for None; gives it in its shortest form.
 ///
+/// Names, values and contradictions are checked. Files (`plan`) and devices that it names are not looked at: only a heap does.
+///
 /// Raises ConfigError.
 #[pyfunction]
 #[pyo3(signature = (conf=None))]
