@@ -78,11 +78,18 @@ def test_memory_is_made_of_small_pieces_unless_the_policy_says_how_large() -> No
     assert added("handle_max:8MiB") == "handle_max:8MiB"
 
 
-def test_install_refuses_what_cannot_work() -> None:
-    with pytest.raises(xseg.ConfigError, match="did you mean"):
+def test_install_refuses_what_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What came from the variable says so, what was given does not.
+    monkeypatch.setenv("XSEG_CONF", "limits:3")
+    with pytest.raises(xseg.ConfigError, match="^XSEG_CONF: there is no key `limits`"):
+        xseg.install()
+    with pytest.raises(xseg.ConfigError, match="^there is no key `limitt`; did you mean"):
         xseg.install("limitt:4G")
-    with pytest.raises(xseg.ConfigError, match="no GPU's memory"):
-        xseg.install("backend:host")
+    monkeypatch.setenv("XSEG_CONF", "backend:host")
+    with pytest.raises(xseg.ConfigError, match="^XSEG_CONF: `backend:host` is no GPU's memory"):
+        xseg.install()
+    with pytest.raises(xseg.ConfigError, match="^`backend:sim` is no GPU's memory"):
+        xseg.install("backend:sim")
     for refused in (xseg.stats, xseg.tags, lambda: xseg.record("nowhere.trace")):
         with pytest.raises(RuntimeError, match="install"):
             refused()

@@ -51,12 +51,11 @@ def install(conf: str | None = None, *, compile: bool | None = None) -> str:
     if "off" in (environment.strip(), wanted.strip()):
         _mode = "off"
         return _mode
-    shortest = _native.check_conf(wanted)
+    shortest = _native.check_conf(conf)
     for entry in shortest.split(","):
         if entry in ("backend:host", "backend:sim"):
-            raise _native.ConfigError(
-                f"XSEG_CONF: `{entry}` is no GPU's memory, which PyTorch needs; leave `backend` out"
-            )
+            source = "XSEG_CONF: " if conf is None else ""
+            raise _native.ConfigError(f"{source}`{entry}` is no GPU's memory, which PyTorch needs; leave `backend` out")
     torch = _import_torch()
     if torch.version.cuda is None:
         raise RuntimeError(
