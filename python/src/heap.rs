@@ -26,7 +26,7 @@ pub(crate) struct Heap {
 impl Heap {
     #[new]
     #[pyo3(signature = (conf=None))]
-    fn new(py: Python<'_>, conf: Option<String>) -> PyResult<Self> {
+    fn new(py: Python<'_>, #[pyo3(from_py_with = number::conf)] conf: Option<String>) -> PyResult<Self> {
         let made = py.detach(|| match conf {
             Some(conf) => xseg::Heap::builder().conf(&conf).and_then(xseg::HeapBuilder::build),
             None => xseg::Heap::from_env(),

@@ -25,8 +25,8 @@ fn cli(py: Python<'_>, words: Vec<OsString>) -> u8 {
 /// Raises ConfigError.
 #[pyfunction]
 #[pyo3(signature = (conf=None))]
-fn check_conf(conf: Option<&str>) -> PyResult<String> {
-    let config = match conf {
+fn check_conf(#[pyo3(from_py_with = number::conf)] conf: Option<String>) -> PyResult<String> {
+    let config = match conf.as_deref() {
         Some(conf) => xseg::Config::parse(conf),
         None => xseg::Config::from_env(),
     };

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xseg
@@ -97,6 +98,23 @@ def test_install_refuses_what_cannot_work(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match="zero"):
         xseg.tag("a\0b")
     assert xseg.installed() is None
+
+
+def test_arguments_of_another_kind_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: Any = 5
+    for switch in ("", "off"):
+        monkeypatch.setenv("XSEG_CONF", switch)
+        with pytest.raises(TypeError, match="^conf: give a policy such as .*, not int\\b"):
+            xseg.install(wrong)
+    with pytest.raises(TypeError, match="^name: give the tag's name as text, not int\\b"):
+        xseg.tag(wrong)
+    assert xseg.installed() is None
+    monkeypatch.setattr(_torch, "_mode", "full")
+    wrong = "cuda"
+    with pytest.raises(
+        TypeError, match="^device: give the number of a device, or None for the current one, not str\\b"
+    ):
+        xseg.stats(wrong)
 
 
 def test_a_tensor_for_a_process_without_install_says_what_to_do() -> None:
