@@ -101,6 +101,13 @@ def test_a_callback_that_raises_does_not_hide_the_error(heap: xseg.Heap, capfd: 
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("wrong", [5, None, "rescue"])
+def test_only_a_function_is_called_when_memory_runs_out(heap: xseg.Heap, wrong: Any) -> None:
+    kind = type(wrong).__name__
+    with pytest.raises(TypeError, match=f"^callback: give a function of the number of bytes, not {kind}\\b"):
+        heap.on_out_of_memory(wrong)
+
+
 def test_arguments_of_another_kind_are_named(heap: xseg.Heap) -> None:
     calls: list[tuple[Callable[[Any], object], str]] = [
         (xseg.Heap, "conf: give a policy such as"),
