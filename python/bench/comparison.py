@@ -17,8 +17,8 @@ from typing import Any
 
 from measure import Job, environment
 from plan import Plan, peak
-from summary import report
-from visit import Visit, about, begin, earlier, opened, prepare, read, unwritable
+from summary import report, status
+from visit import Visit, about, begin, earlier, lacks, opened, prepare, read, unwritable
 
 Line = dict[str, Any]
 # A workload is a kind of parallel training, and whether it communicates from registered memory.
@@ -133,9 +133,12 @@ def main(args: argparse.Namespace) -> int:
     if why := unwritable(args.out):
         print(why, file=sys.stderr)
         return 2
+    allocators = plan.least if args.probes else plan.allocators()
+    if lacks("distributed.py", ("torch",), allocators):
+        return 2
     lines = earlier(args.have, args.out)
     jobs = probes(args, lines, runs, plan) if args.probes else []
-    if not args.small:
+    if not args.small and "xseg" in allocators:
         prepare()
     name = begin(lines)
     with opened(args.out) as out:
@@ -160,4 +163,4 @@ def main(args: argparse.Namespace) -> int:
     for run, stage in left:
         print(f"{run}: {stage} not finished; run the same with the lines so far in --have", file=sys.stderr)
     print(report(lines, plan, args.commit))
-    return 0
+    return status(lines, name)

@@ -35,6 +35,7 @@ from typing import Any
 
 from measure import Marks, be_deterministic, dry_figures
 from options import amount, factor, factors, names, some, whole
+from visit import lacks
 
 KINDS = ("ddp", "fsdp2")
 ALLOCATORS = ("native", "expandable", "xseg")
@@ -271,6 +272,8 @@ def recorded(args: argparse.Namespace, rank: int) -> contextlib.AbstractContextM
 
 def rank_main(args: argparse.Namespace) -> int:
     """One rank, as torchrun starts it."""
+    if lacks("distributed.py", ("torch",), (args.allocator,)):
+        return 2
     if args.allocator == "expandable":
         # Read when PyTorch is loaded.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"

@@ -36,6 +36,16 @@ class Plan:
     exact_steps: int = 20
     exact_runs: int = 2
 
+    def allocators(self) -> set[str]:
+        """Those of which any stage runs one."""
+        found = {
+            "rounds": ("native", "xseg", *self.limited) if self.repeat else (),
+            "others": self.others if self.other_rounds else (),
+            "losses": ("native", "xseg") if self.exact_runs else (),
+            "least": self.least,
+        }
+        return {name for stage in self.stages for name in found[stage]}
+
 
 def of(lines: Iterable[Line], run: str, kind: str, allocator: str | None = None) -> list[Line]:
     """The lines of a workload of one kind."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -214,12 +215,26 @@ def exact(lines: list[Line], run: str) -> str | None:
     return f"{run}: equal up to step {min(found)}, then {far:.1e} apart; {self_apart}, {own_spread(native):.1e} apart"
 
 
+def short(line: Line) -> bool:
+    """Did the run end because its limit was too little? That is a result, too."""
+    return bool(line.get("limit")) and "out of memory" in (line.get("error") or "").lower()
+
+
+def status(lines: Sequence[Line], visit: str) -> int:
+    """A program's exit status after a visit: 1 where runs were started and none of them has a result."""
+    runs = [line for line in lines if line.get("visit") == visit and "run" in line]
+    failed = bool(runs) and not any(line["completed"] or short(line) for line in runs)
+    if failed:
+        print("no run completed; the end of the report says why", file=sys.stderr)
+    return int(failed)
+
+
 def failures(lines: Sequence[Line]) -> list[str]:
     """Runs that ended in anything but a limit's out of memory, each by its first words."""
     found = []
     for line in lines:
         error = line.get("error")
-        if error and ("out of memory" not in error.lower() or not line.get("limit")):
+        if error and not short(line):
             words = " ".join(error.split())[:200]
             limit = f"limit {line['limit']}" if line["limit"] else "no limit"
             found.append(f"{line['run']}, {line['allocator']}, {line['kind']}, {limit}: {words}")

@@ -19,7 +19,6 @@ host waits.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -30,8 +29,8 @@ from typing import Any
 from measure import ALLOCATORS, Job, Process, child, launch
 from options import amount, factor, names, some, whole
 from plan import STAGES, Plan
-from summary import report
-from visit import Visit, about, begin, earlier, opened, prepare, read, unwritable
+from summary import report, status
+from visit import Visit, about, begin, earlier, lacks, opened, prepare, read, unwritable
 from workloads import RUNS
 
 
@@ -159,9 +158,8 @@ def main() -> int:
         small=args.device == "cpu",
         record=args.record,
     )
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"train.py needs {' and '.join(missing)}, which this Python does not have", file=sys.stderr)
+    # On the host nothing is allocated from xseg.
+    if lacks("train.py", ("torch", "transformers"), plan.allocators() if args.device == "cuda" else ()):
         return 2
     began = time.monotonic()
     gpus = args.gpus.split(",") if args.gpus else [None]
@@ -174,7 +172,7 @@ def main() -> int:
         return launch(job, process, gpus[slot], own)
 
     lines = earlier(args.have, args.out)
-    if args.device == "cuda":
+    if args.device == "cuda" and "xseg" in plan.allocators():
         prepare()
     name = begin(lines)
     with opened(args.out) as out:
@@ -194,7 +192,7 @@ def main() -> int:
     for run, stage in left:
         print(f"{run}: {stage} not finished; run the same with more time, the lines so far in --have", file=sys.stderr)
     show(lines)
-    return 0
+    return status(lines, name)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import os
@@ -133,6 +134,16 @@ def about(visit: str, commit: str, words: Sequence[str]) -> Line:
         "kind": "about", "visit": visit, "commit": commit, "gpus": gpus, "driver": driver, "versions": versions,
         "python": sys.version.split()[0], "cores": os.cpu_count(), "command": shlex.join(words),
     }  # fmt: skip
+
+
+def lacks(program: str, modules: Sequence[str], allocators: Collection[str]) -> bool:
+    """Says what this Python does not have of what a program needs for runs on these allocators."""
+    wanted = [*modules, *(["xseg"] if "xseg" in allocators else [])]
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+    if missing:
+        named = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
+        print(f"{program} needs {named}, which this Python does not have", file=sys.stderr)
+    return bool(missing)
 
 
 def prepare() -> None:
