@@ -39,6 +39,8 @@ def together(job: Job, ranks: Sequence[Line], world: int) -> Line:
     # A step is done when its slowest rank is.
     line["step_ms"] = [max(step) for step in zip(*(one.get("step_ms", []) for one in ranks))]
     line["losses"] = next((one["losses"] for one in ranks if one.get("losses")), [])
+    # One environment is that of all ranks.
+    line.update(next(({"conf": one["conf"]} for one in ranks if "conf" in one), {}))
     line["hang"] = any(one.get("hang") for one in ranks)
     # A rank that hangs waits for another, whose error says more.
     errors = sorted((one for one in ranks if one.get("error")), key=lambda one: bool(one.get("hang")))

@@ -33,7 +33,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measure import Marks, be_deterministic, dry_figures
+from measure import Marks, be_deterministic, dry_figures, installed
 from options import amount, factor, factors, names, some, whole
 from visit import lacks
 
@@ -285,10 +285,8 @@ def rank_main(args: argparse.Namespace) -> int:
     import torch
 
     if args.allocator == "xseg" and torch.cuda.is_available():
-        import xseg
-
         # Before the watch: the first call on a machine compiles.
-        line["mode"] = xseg.install()
+        line.update(installed())
     watch = Watch(args.hang, line)
     watch.at(0)
     watch.start()

@@ -13,7 +13,7 @@ losses  native and xseg with deterministic kernels, twice each
 least   the least limit in which a run completes, by halving
 
 A line has the losses, tokens (images for convnext) a second without the warm-up, what each step took on the device, peaks, retries,
-host waits.
+host waits; one of xseg has its policy, too (`conf`).
 """
 
 from __future__ import annotations

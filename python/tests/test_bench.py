@@ -424,6 +424,22 @@ def test_processes_get_their_allocator_and_gpu(monkeypatch: pytest.MonkeyPatch) 
     assert "PYTORCH_CUDA_ALLOC_CONF" not in measure.environment(replace(job, allocator="xseg"), None)
 
 
+def test_lines_say_which_policy_xseg_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    import xseg
+    from xseg import _torch
+
+    def install() -> str:
+        monkeypatch.setenv("XSEG_CONF", _torch._with_small_handles(" joins:off , slack:2%"))
+        return "full"
+
+    monkeypatch.setattr(xseg, "install", install)
+    found = measure.installed()
+    assert found["mode"] == "full" and set(found["conf"].split(",")) == {"joins:off", "slack:2%", "handles:small"}
+    monkeypatch.setattr(xseg, "install", lambda: "off")
+    monkeypatch.setenv("XSEG_CONF", "off")
+    assert measure.installed() == {"mode": "off", "conf": "off"}
+
+
 def test_a_process_that_fails_leaves_a_line(tmp_path: Path) -> None:
     line = measure.launch(Job("nothing", "native", "round"), measure.Process(device="cpu", small=True))
     assert not line["completed"] and line["error"] and line["run"] == "nothing" and line["wall"] > 0

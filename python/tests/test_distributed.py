@@ -45,7 +45,9 @@ def test_one_line_for_all_ranks() -> None:
     assert line["completed"] and not line["hang"] and "error" not in line
     assert (line["peak_requested"], line["peak_reserved"], line["retries"], line["host_waits"]) == (1001, 1100, 2, 1)
     assert line["seconds"] == 10.0 and line["driver_nanos"] is None
-    assert line["per_second"] == 99.0 and line["losses"] == ["0x1p+0"]
+    assert line["per_second"] == 99.0 and line["losses"] == ["0x1p+0"] and "conf" not in line
+    ours = comparison.together(JOB, [rank(0, conf="handles:small"), rank(1, conf="handles:small")], 2)
+    assert ours["conf"] == "handles:small"
 
 
 def test_a_step_is_done_when_its_slowest_rank_is() -> None:
