@@ -46,6 +46,12 @@ def test_the_readme_names_statistics_that_exist() -> None:
     assert {"handles_joined", "bytes_joined", "joins_ended"} <= named
 
 
+def test_the_readme_names_all_that_a_heap_does() -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text().split("| method |")[1].split("\n\n")[0]
+    named = {name for row in text.splitlines()[2:] for name in re.findall(r"`(\w+)", row.split("|")[1])}
+    assert named == {name for name in vars(xseg.Heap) if not name.startswith("__")}
+
+
 def test_everything_public_is_documented_and_typed() -> None:
     stub = Path(_native.__file__).with_name("_native.pyi").read_text()
     for kind in (xseg.Heap, xseg.Block):
