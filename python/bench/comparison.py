@@ -17,8 +17,8 @@ from typing import Any
 
 from measure import Job, environment
 from plan import Plan, peak
-from summary import report
-from visit import Visit, about, prepare, read
+from summary import report, status
+from visit import Visit, about, begin, earlier, lacks, opened, prepare, read, unwritable
 
 Line = dict[str, Any]
 # A workload is a kind of parallel training, and whether it communicates from registered memory.
@@ -39,6 +39,8 @@ def together(job: Job, ranks: Sequence[Line], world: int) -> Line:
     # A step is done when its slowest rank is.
     line["step_ms"] = [max(step) for step in zip(*(one.get("step_ms", []) for one in ranks))]
     line["losses"] = next((one["losses"] for one in ranks if one.get("losses")), [])
+    # One environment is that of all ranks.
+    line.update(next(({"conf": one["conf"]} for one in ranks if "conf" in one), {}))
     line["hang"] = any(one.get("hang") for one in ranks)
     # A rank that hangs waits for another, whose error says more.
     errors = sorted((one for one in ranks if one.get("error")), key=lambda one: bool(one.get("hang")))
@@ -124,18 +126,24 @@ def main(args: argparse.Namespace) -> int:
         probe_steps=args.probe_steps, exact_runs=args.exact_runs,
     )  # fmt: skip
     if args.summary:
-        print(report(read([Path(name) for name in args.summary]), plan, args.commit))
+        print(report(read(args.summary), plan, args.commit))
         return 0
     runs = list(args.kinds)
     if args.register:
         runs += [kind + REGISTERED for kind in runs]
-    began, out_file = time.monotonic(), Path(args.out)
-    have = [Path(name) for name in args.have]
-    if not args.small:
+    began = time.monotonic()
+    if why := unwritable(args.out):
+        print(why, file=sys.stderr)
+        return 2
+    allocators = plan.least if args.probes else plan.allocators()
+    if lacks("distributed.py", ("torch",), allocators):
+        return 2
+    lines = earlier(args.have, args.out)
+    jobs = probes(args, lines, runs, plan) if args.probes else []
+    if not args.small and "xseg" in allocators:
         prepare()
-    lines = read([*have, *([out_file] if out_file.exists() else [])])
-    name = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-    with out_file.open("a") as out:
+    name = begin(lines)
+    with opened(args.out) as out:
 
         def keep(line: Line) -> None:
             out.write(json.dumps(line) + "\n")
@@ -144,15 +152,17 @@ def main(args: argparse.Namespace) -> int:
                 json.dumps({key: value for key, value in line.items() if key not in ("losses", "step_ms")}), flush=True
             )
 
-        keep(about(name, args.commit, ["python", *sys.argv]))
+        lines.append(about(name, args.commit, ["python", *sys.argv]))
+        keep(lines[-1])
         deadline = began + 60 * args.minutes if args.minutes else float("inf")
         if args.probes:
-            for line in at_once(probes(args, lines, runs, plan), args):
-                keep({**line, "visit": name})
+            for line in at_once(jobs, args):
+                lines.append({**line, "visit": name})
+                keep(lines[-1])
             left = []
         else:
             left = Visit(name, lines, keep, lambda job, slot: launch(job, args), plan, runs, deadline).go(1)
     for run, stage in left:
         print(f"{run}: {stage} not finished; run the same with the lines so far in --have", file=sys.stderr)
-    print(report(read([*have, out_file]), plan, args.commit))
-    return 0
+    print(report(lines, plan, args.commit))
+    return status(lines, name)

@@ -30,10 +30,12 @@ import random
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
-from measure import Marks, be_deterministic, dry_figures
-from options import factor, factors, names
+from measure import Marks, be_deterministic, dry_figures, installed
+from options import amount, factor, factors, names, some, whole
+from visit import lacks
 
 KINDS = ("ddp", "fsdp2")
 ALLOCATORS = ("native", "expandable", "xseg")
@@ -270,6 +272,8 @@ def recorded(args: argparse.Namespace, rank: int) -> contextlib.AbstractContextM
 
 def rank_main(args: argparse.Namespace) -> int:
     """One rank, as torchrun starts it."""
+    if lacks("distributed.py", ("torch",), (args.allocator,)):
+        return 2
     if args.allocator == "expandable":
         # Read when PyTorch is loaded.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -281,10 +285,8 @@ def rank_main(args: argparse.Namespace) -> int:
     import torch
 
     if args.allocator == "xseg" and torch.cuda.is_available():
-        import xseg
-
         # Before the watch: the first call on a machine compiles.
-        line["mode"] = xseg.install()
+        line.update(installed())
     watch = Watch(args.hang, line)
     watch.at(0)
     watch.start()
@@ -310,25 +312,25 @@ def arguments() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--kind", choices=KINDS, default="ddp", help="default %(default)s")
     add("--allocator", choices=ALLOCATORS, default="native", help="default %(default)s")
-    add("--steps", type=int, default=200, help="after the warm-up (default %(default)s)")
-    add("--warmup", type=int, default=5, help="steps before the clock starts (default %(default)s)")
-    add("--bytes", type=int, default=0, help="most memory of each rank; 0: no limit")
+    add("--steps", type=whole(1), default=200, help="after the warm-up (default %(default)s)")
+    add("--warmup", type=whole(0), default=5, help="steps before the clock starts (default %(default)s)")
+    add("--bytes", type=whole(0), default=0, help="most memory of each rank; 0: no limit")
     add("--register", action="store_true", help="communicate from memory that NCCL allocated and registered")
     add("--deterministic", action="store_true", help="kernels whose results are the same each time")
     add("--record", default="", help="file for a recording of what rank 0 allocates on xseg (`xseg replay` takes it)")
     add(
         "--hang",
-        type=float,
+        type=some,
         default=60,
         help="seconds without ten more steps that count as a hang (default %(default)s)",
     )
-    add("--width", type=int, default=2048, help="of the model (default %(default)s)")
-    add("--layers", type=int, default=12, help="default %(default)s")
-    add("--vocabulary", type=int, default=32000, help="default %(default)s")
-    add("--batch", type=int, default=4, help="sequences of a step on each rank (default %(default)s)")
+    add("--width", type=whole(1), default=2048, help="of the model (default %(default)s)")
+    add("--layers", type=whole(1), default=12, help="default %(default)s")
+    add("--vocabulary", type=whole(1), default=32000, help="default %(default)s")
+    add("--batch", type=whole(1), default=4, help="sequences of a step on each rank (default %(default)s)")
     add(
         "--length",
-        type=int,
+        type=whole(16),
         default=2048,
         help="tokens of the longest batch; the shortest has an eighth (default %(default)s)",
     )
@@ -336,7 +338,7 @@ def arguments() -> argparse.ArgumentParser:
     compare = parser.add_argument_group("comparisons on this host")
     add = compare.add_argument
     add("--compare", action="store_true", help="start the ranks of several runs, one after the other")
-    add("--ranks", type=int, default=2, help="ranks, and so GPUs, of each run (default %(default)s)")
+    add("--ranks", type=whole(1), default=2, help="ranks, and so GPUs, of each run (default %(default)s)")
     add("--kinds", type=names(KINDS), default="ddp,fsdp2", help="default %(default)s")
     add(
         "--others",
@@ -356,7 +358,7 @@ def arguments() -> argparse.ArgumentParser:
         default="1.02x",
         help="memory of a limited run, in times native's peak requested on its worst rank (default %(default)s)",
     )
-    add("--repeat", type=int, default=1, help="rounds of native, xseg and xseg at the limit (default %(default)s)")
+    add("--repeat", type=whole(0), default=1, help="rounds of native, xseg and xseg at the limit (default %(default)s)")
     add(
         "--least",
         nargs="?",
@@ -367,7 +369,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     add(
         "--resolution",
-        type=float,
+        type=some,
         default=0.0025,
         help="how exact that search is, as a share of peak requested (default %(default)s)",
     )
@@ -377,23 +379,24 @@ def arguments() -> argparse.ArgumentParser:
         default=[],
         help="with --least, try these limits at once instead of searching, such as 1.0025x,1.005x",
     )
-    add("--probe-steps", type=int, default=24, help="steps of a run of the search (default %(default)s)")
+    add("--probe-steps", type=whole(1), default=24, help="steps of a run of the search (default %(default)s)")
     add(
         "--exact-runs",
-        type=int,
+        type=whole(0),
         default=0,
         help="of native and xseg, with deterministic kernels, for their losses (default %(default)s)",
     )
-    add("--minutes", type=float, default=0, help="start nothing that would not end within this time (default: no end)")
-    add("--timeout", type=float, default=240, help="seconds for one run (default %(default)s)")
+    add("--minutes", type=amount, default=0, help="start nothing that would not end within this time (default: no end)")
+    add("--timeout", type=some, default=240, help="seconds for one run (default %(default)s)")
     add("--commit", default="", help="commit of xseg, named in the report")
-    add("--have", nargs="*", default=[], help="files whose lines need no second run")
+    add("--have", type=Path, nargs="*", default=[], help="files whose lines need no second run")
     add(
         "--out",
-        default="distributed.jsonl",
+        type=Path,
+        default=Path("distributed.jsonl"),
         help="lines are added to this file, and those there count (default %(default)s)",
     )
-    add("--summary", nargs="+", help="run nothing: report on these files")
+    add("--summary", type=Path, nargs="+", help="run nothing: report on these files")
     return parser
 
 

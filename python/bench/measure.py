@@ -124,6 +124,15 @@ def be_deterministic(torch: Any) -> None:
         enable(False)
 
 
+def installed() -> dict[str, str]:
+    """PyTorch on xseg, from now on; in which way and with which policy, for the line."""
+    import xseg
+
+    mode = xseg.install()
+    # What it put into the environment, with the settings that it adds itself.
+    return {"mode": mode, "conf": mode if mode == "off" else xseg.check_conf()}
+
+
 def recorded(job: Job, process: Process) -> contextlib.AbstractContextManager[Any]:
     """Records what this process allocates on xseg, if that is wanted."""
     if not process.record or job.allocator != "xseg" or process.device != "cuda":
@@ -146,9 +155,7 @@ def child(text: str) -> None:
     line: dict[str, Any] = {"completed": False}
     cuda = process.device == "cuda"
     if job.allocator == "xseg" and cuda:
-        import xseg
-
-        line["mode"] = xseg.install()
+        line.update(installed())
     if job.deterministic:
         be_deterministic(torch)
     if cuda:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 
@@ -17,6 +18,40 @@ def names(allowed: Any) -> Any:
         return found
 
     return parse
+
+
+def whole(least: int) -> Any:
+    """A whole number that is not less."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} up")
+        return value
+
+    return parse
+
+
+def amount(text: str) -> float:
+    """Seconds, minutes, a share: a number from 0 up."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1
+    if not (value >= 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 up")
+    return value
+
+
+def some(text: str) -> float:
+    """The same, but not 0."""
+    value = amount(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
 
 
 def factor(text: str) -> float:

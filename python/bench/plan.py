@@ -36,6 +36,16 @@ class Plan:
     exact_steps: int = 20
     exact_runs: int = 2
 
+    def allocators(self) -> set[str]:
+        """Those of which any stage runs one."""
+        found = {
+            "rounds": ("native", "xseg", *self.limited) if self.repeat else (),
+            "others": self.others if self.other_rounds else (),
+            "losses": ("native", "xseg") if self.exact_runs else (),
+            "least": self.least,
+        }
+        return {name for stage in self.stages for name in found[stage]}
+
 
 def of(lines: Iterable[Line], run: str, kind: str, allocator: str | None = None) -> list[Line]:
     """The lines of a workload of one kind."""
@@ -57,14 +67,29 @@ def peak(lines: Iterable[Line], run: str) -> int:
     return max((line.get("peak_requested") or 0 for line in plenty(lines, run, "native")), default=0)
 
 
-def floor_of(lines: Iterable[Line], run: str, resolution: float) -> int:
-    """The least peak requested of any run that completed, in units of `resolution` above native's: blocks take up more than is
-    requested, so that this is never enough as a limit. It can be less than native's, which takes memory back from other streams later."""
+def never_enough(lines: Iterable[Line], run: str) -> int:
+    """The least peak requested of any run that completed, in bytes: blocks take up more than is requested, so that this is never
+    enough as a limit. It can be less than native's, which takes memory back from other streams later."""
     lines = list(lines)
-    base = peak(lines, run)
     found = [line.get("peak_requested") for line in lines if line.get("run") == run and line.get("completed")]
-    least = min((peak for peak in found if peak), default=base)
-    return math.floor(round((least / base - 1) / resolution, 6))
+    return min((peak for peak in found if peak), default=peak(lines, run))
+
+
+def failed_at(limit: int, base: int, resolution: float) -> int:
+    """A limit that was too little, in units of `resolution` above `base`, rounded down."""
+    return math.floor(round((limit / base - 1) / resolution, 6))
+
+
+def did_at(limit: int, base: int, resolution: float) -> int:
+    """A limit that was enough, in units of `resolution` above `base`, rounded up."""
+    # Limits are whole bytes, themselves rounded up: less than a byte is no step.
+    return math.ceil(round(((limit - 1) / base - 1) / resolution, 6))
+
+
+def floor_of(lines: Iterable[Line], run: str, resolution: float) -> int:
+    """What is never enough, in units of `resolution` above native's peak requested."""
+    lines = list(lines)
+    return failed_at(never_enough(lines, run), peak(lines, run), resolution)
 
 
 def steps(lines: Iterable[Line], run: str) -> int:
@@ -78,21 +103,15 @@ def bounds(lines: list[Line], run: str, allocator: str, resolution: float) -> tu
     if not base:
         return 0, None
 
-    def units(limit: int) -> float:
-        return round((limit / base - 1) / resolution, 6)
-
-    low = floor_of(lines, run, resolution)
     held = [line for line in of(lines, run, "round", allocator) if line["limit"]] + of(lines, run, "probe", allocator)
-    failed = [math.floor(units(line["limit"])) for line in held if not line["completed"]]
-    low = max([low, *failed])
-    good = [math.ceil(units(line["limit"])) for line in held if line["completed"]]
+    failed = max([never_enough(lines, run), *(line["limit"] for line in held if not line["completed"])])
+    good = [line["limit"] for line in held if line["completed"]]
     if allocator in ("native", "expandable"):
         # With a limit of what they reserved at most, these run as without one.
-        free = [line["peak_reserved"] for line in plenty(lines, run, allocator) if line.get("peak_reserved")]
-        good += [math.ceil(units(reserved)) for reserved in free]
+        good += [line["peak_reserved"] for line in plenty(lines, run, allocator) if line.get("peak_reserved")]
     # A run that did at a limit below one that failed was luck.
-    good = [at for at in good if at > low]
-    return low, min(good, default=None)
+    least = min((limit for limit in good if limit > failed), default=None)
+    return failed_at(failed, base, resolution), None if least is None else did_at(least, base, resolution)
 
 
 def probe(low: int, high: int | None, guess: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,10 @@ from plan import Line, Plan, bounds, complete_rounds, of, peak, plenty
 GIB = 1 << 30
 # A step of so many times the middle one's time on native is none of steady training.
 STEADY = 5
+# Limits are shown to this multiple of peak requested, however finely they were searched.
+SHOWN = 0.0001
+# So near, in such steps, do runs that were no probes bound the least limit that no search was needed.
+NEAR = 25
 
 
 def decoded(line: Line) -> list[float]:
@@ -110,15 +115,21 @@ def most(lines: Sequence[Line], name: str) -> int | None:
     return max((line[name] for line in lines if line.get(name) is not None), default=None)
 
 
-def least(lines: list[Line], run: str, allocator: str, resolution: float) -> str:
-    """The least limit at which the run was seen to complete, and what it was last seen to fail at."""
-    low, high = bounds(lines, run, allocator, resolution)
-    if not of(lines, run, "probe", allocator) and (high is None or high - low > 1):
+def least(lines: list[Line], run: str, allocator: str) -> str:
+    """The least limit at which the run was seen to complete, and what it was last seen to fail at where that is not just below."""
+    low, high = bounds(lines, run, allocator, SHOWN)
+    if not of(lines, run, "probe", allocator) and (high is None or high - low > NEAR):
         return "-"
     if high is None:
-        return f"above {1 + low * resolution:.4f}"
-    found = f"{1 + high * resolution:.4f}"
-    return found if high - low <= 1 else f"{1 + low * resolution:.4f} to {found}"
+        return f"above {1 + low * SHOWN:.4f}"
+    found = f"{1 + high * SHOWN:.4f}"
+    return found if high - low <= 1 else f"{1 + low * SHOWN:.4f} to {found}"
+
+
+def probed_steps(lines: Sequence[Line]) -> str:
+    """How many steps the runs under a limit trained whose least is searched."""
+    counts = sorted({line["steps"] for line in lines if line.get("kind") == "probe" and line.get("steps")})
+    return "all" if not counts else str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
 def in_driver(lines: Sequence[Line]) -> str:
@@ -164,7 +175,7 @@ def row(lines: list[Line], run: str, allocator: str, limited: bool, plan: Plan) 
     return [
         run, allocator, shown, f"{len(done)} of {len(mine)}" if mine else "-", span(timed, ".0f"), span(shares, ".3f"),
         span(steady(lines, run, allocator, limited, plan), ".3f"), "-" if best is None else f"{best:.3f}", gib(requested), gib(reserved), "-" if not (reserved and base) else f"{reserved / base:.4f}", counted("retries"),
-        counted("host_waits"), in_driver(done), losses, "-" if limited else least(lines, run, allocator, plan.resolution),
+        counted("host_waits"), in_driver(done), losses, "-" if limited else least(lines, run, allocator),
     ]  # fmt: skip
 
 
@@ -204,12 +215,26 @@ def exact(lines: list[Line], run: str) -> str | None:
     return f"{run}: equal up to step {min(found)}, then {far:.1e} apart; {self_apart}, {own_spread(native):.1e} apart"
 
 
+def short(line: Line) -> bool:
+    """Did the run end because its limit was too little? That is a result, too."""
+    return bool(line.get("limit")) and "out of memory" in (line.get("error") or "").lower()
+
+
+def status(lines: Sequence[Line], visit: str) -> int:
+    """A program's exit status after a visit: 1 where runs were started and none of them has a result."""
+    runs = [line for line in lines if line.get("visit") == visit and "run" in line]
+    failed = bool(runs) and not any(line["completed"] or short(line) for line in runs)
+    if failed:
+        print("no run completed; the end of the report says why", file=sys.stderr)
+    return int(failed)
+
+
 def failures(lines: Sequence[Line]) -> list[str]:
     """Runs that ended in anything but a limit's out of memory, each by its first words."""
     found = []
     for line in lines:
         error = line.get("error")
-        if error and ("out of memory" not in error.lower() or not line.get("limit")):
+        if error and not short(line):
             words = " ".join(error.split())[:200]
             limit = f"limit {line['limit']}" if line["limit"] else "no limit"
             found.append(f"{line['run']}, {line['allocator']}, {line['kind']}, {limit}: {words}")
@@ -242,7 +267,8 @@ def report(lines: list[Line], plan: Plan, commit: str = "") -> str:
         "since other work on the machine only ever adds. Peaks are the most of any run; reserved / requested is by native's peak requested. Retries: PyTorch's "
         "`num_alloc_retries`. Driver time: the most of any run's whole process, and as a share of its timed steps, which is the most that "
         "the driver's calls can have slowed it. Losses: the greatest distance of a run at any step to the nearest of native's runs. Least: the least "
-        f"limit, as a multiple of native's peak requested and to {plan.resolution * 100:g} %, at which {plan.probe_steps} steps completed.",
+        f"limit, as a multiple of native's peak requested, at which {probed_steps(lines)} steps completed, rounded up to four decimals; `1.0025 to 1.0050`: they "
+        "failed at the first, rounded down, or requested that much, completed at the second, and between the two nothing was tried.",
         "",
     ]
     bits = [words for run in runs if (words := exact(lines, run))]

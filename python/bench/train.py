@@ -13,13 +13,12 @@ losses  native and xseg with deterministic kernels, twice each
 least   the least limit in which a run completes, by halving
 
 A line has the losses, tokens (images for convnext) a second without the warm-up, what each step took on the device, peaks, retries,
-host waits.
+host waits; one of xseg has its policy, too (`conf`).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -28,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from measure import ALLOCATORS, Job, Process, child, launch
-from options import factor, names
+from options import amount, factor, names, some, whole
 from plan import STAGES, Plan
-from summary import report
-from visit import Visit, about, prepare, read
+from summary import report, status
+from visit import Visit, about, begin, earlier, lacks, opened, prepare, read, unwritable
 from workloads import RUNS
 
 
@@ -42,17 +41,17 @@ def arguments() -> argparse.ArgumentParser:
     add("--runs", type=names(RUNS), default=list(RUNS), help=f"of {', '.join(RUNS)} (default: all)")
     add("--stages", type=names(STAGES), default=list(STAGES), help=f"of {', '.join(STAGES)} (default: all)")
     add("--gpus", default="", help="numbers of the GPUs to use, such as 0,1; a workload for each (default: the first)")
-    add("--minutes", type=float, default=0, help="start nothing that would not end within this time (default: no end)")
+    add("--minutes", type=amount, default=0, help="start nothing that would not end within this time (default: no end)")
     add(
         "--seconds",
-        type=float,
+        type=some,
         default=process.seconds,
         help="seconds that native trains after the warm-up (default %(default)s)",
     )
-    add("--warmup", type=int, default=process.warmup, help="steps before the clock starts (default %(default)s)")
+    add("--warmup", type=whole(0), default=process.warmup, help="steps before the clock starts (default %(default)s)")
     add(
         "--repeat",
-        type=int,
+        type=whole(0),
         default=plan.repeat,
         help="rounds of native, xseg and xseg under the limit (default %(default)s)",
     )
@@ -82,24 +81,29 @@ def arguments() -> argparse.ArgumentParser:
     )
     add(
         "--resolution",
-        type=float,
+        type=some,
         default=plan.resolution,
         help="how exact that search is, as a share of peak requested (default %(default)s)",
     )
     add(
         "--probe-steps",
-        type=int,
+        type=whole(1),
         default=plan.probe_steps,
         help="steps of a probe after the warm-up (default %(default)s)",
     )
     add(
         "--exact-runs",
-        type=int,
+        type=whole(0),
         default=plan.exact_runs,
         help="runs of native and of xseg with deterministic kernels (default %(default)s)",
     )
-    add("--losses", type=int, default=process.losses, help="losses of each run that its line has (default %(default)s)")
-    add("--timeout", type=float, default=process.timeout, help="seconds for one process (default %(default)s)")
+    add(
+        "--losses",
+        type=whole(0),
+        default=process.losses,
+        help="losses of each run that its line has (default %(default)s)",
+    )
+    add("--timeout", type=some, default=process.timeout, help="seconds for one process (default %(default)s)")
     add(
         "--record",
         default="",
@@ -130,12 +134,20 @@ def main() -> int:
         stages=args.stages, repeat=args.repeat, limit=args.limit, limited=args.limited, others=args.others, least=args.least,
         resolution=args.resolution, probe_steps=args.probe_steps, exact_runs=args.exact_runs,
     )  # fmt: skip
-    if args.summary:
-        text = report(read(args.summary), plan, args.commit)
+    for path in [args.report] if args.summary else [args.out, args.report]:
+        if path and (why := unwritable(path)):
+            print(why, file=sys.stderr)
+            return 2
+
+    def show(lines: list[dict[str, Any]]) -> None:
+        text = report(lines, plan, args.commit)
         if args.report:
             args.report.write_text(text)
         else:
             print(text)
+
+    if args.summary:
+        show(read(args.summary))
         return 0
     process = Process(
         args.seconds,
@@ -146,9 +158,8 @@ def main() -> int:
         small=args.device == "cpu",
         record=args.record,
     )
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"train.py needs {' and '.join(missing)}, which this Python does not have", file=sys.stderr)
+    # On the host nothing is allocated from xseg.
+    if lacks("train.py", ("torch", "transformers"), plan.allocators() if args.device == "cuda" else ()):
         return 2
     began = time.monotonic()
     gpus = args.gpus.split(",") if args.gpus else [None]
@@ -160,11 +171,11 @@ def main() -> int:
         own = f"{slot * share}-{(slot + 1) * share - 1}" if len(gpus) > 1 and share else ""
         return launch(job, process, gpus[slot], own)
 
-    if args.device == "cuda":
+    lines = earlier(args.have, args.out)
+    if args.device == "cuda" and "xseg" in plan.allocators():
         prepare()
-    lines = read([*args.have, *([args.out] if args.out.exists() else [])])
-    name = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-    with args.out.open("a") as out:
+    name = begin(lines)
+    with opened(args.out) as out:
 
         def keep(line: dict[str, Any]) -> None:
             out.write(json.dumps(line) + "\n")
@@ -174,13 +185,14 @@ def main() -> int:
             }
             print(json.dumps(shown), flush=True)
 
-        keep(about(name, args.commit, ["python", *sys.argv]))
+        lines.append(about(name, args.commit, ["python", *sys.argv]))
+        keep(lines[-1])
         deadline = began + 60 * args.minutes if args.minutes else float("inf")
         left = Visit(name, lines, keep, start, plan, args.runs, deadline).go(len(gpus))
     for run, stage in left:
         print(f"{run}: {stage} not finished; run the same with more time, the lines so far in --have", file=sys.stderr)
-    print(report(read([*args.have, args.out]), plan, args.commit))
-    return 0
+    show(lines)
+    return status(lines, name)
 
 
 if __name__ == "__main__":

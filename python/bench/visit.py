@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
 import os
 import shlex
@@ -9,31 +11,106 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from measure import Job
 from plan import Plan, next_job
 
 Line = dict[str, Any]
+# What lines must have to be counted on: those about a visit, and those of its runs.
+ABOUT = {"visit", "commit", "gpus", "driver", "versions", "python", "cores", "command"}
+RUN = {"visit", "run", "allocator", "kind", "round", "limit", "completed"}
+
+
+def fresh(name: str, taken: Collection[str]) -> str:
+    """A name that no other visit has."""
+    numbered = (f"{name} ({number})" for number in itertools.count(2))
+    return name if name not in taken else next(one for one in numbered if one not in taken)
+
+
+def is_line(line: Any) -> bool:
+    """Is this a visit's: about the visit itself, or of a run?"""
+    if not isinstance(line, dict) or not isinstance(line.get("visit"), str):
+        return False
+    return line.keys() >= (ABOUT if line.get("kind") == "about" else RUN)
 
 
 def read(paths: Sequence[Path]) -> list[Line]:
-    """The lines of several files; a last one that was cut off is left out."""
-    lines = []
+    """The lines of several files; what is no line of a visit's, as a last one that was cut off, is left out.
+
+    Visits that began in the same second have the same name; here each gets one of its own. A file has the line about a visit before the
+    visit's others, also where the lines of several visits were put into one file.
+    """
+    lines: list[Line] = []
+    names: set[str] = set()
+    empty = False
     for path in paths:
         try:
-            whole = path.read_text()
+            texts = [text for text in path.read_text(errors="replace").splitlines() if text.strip()]
         except OSError as error:
             sys.exit(f"cannot read {path}: {error.strerror}; give a file that an earlier visit wrote with --out")
-        for number, text in enumerate(whole.splitlines(), 1):
+        renamed: dict[str, str] = {}
+        kept = 0
+        for text in texts:
             try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError:
-                print(f"{path}:{number} is no line of JSON and is left out", file=sys.stderr)
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                continue
+            if not is_line(line):
+                continue
+            visit = line["visit"]
+            if line.get("kind") == "about":
+                renamed[visit] = fresh(visit, names)
+                names.add(renamed[visit])
+            lines.append({**line, "visit": renamed.get(visit, visit)})
+            kept += 1
+        if not kept:
+            empty = True
+            print(f"{path} holds no lines of runs; give a file that an earlier visit wrote with --out", file=sys.stderr)
+        elif kept < len(texts):
+            left = len(texts) - kept
+            print(f"{path}: {left} of {len(texts)} lines are no lines of runs and are left out", file=sys.stderr)
+    if empty:
+        sys.exit(1)
     return lines
+
+
+def unwritable(path: Path) -> str | None:
+    """Why a file cannot be written; None where it can. It is left as it was."""
+    there = path.exists()
+    try:
+        path.open("a").close()
+        if not there:
+            path.unlink()
+    except OSError as error:
+        return f"cannot write {path}: {error.strerror}; name a file that can be written"
+    return None
+
+
+def earlier(have: Sequence[Path], out: Path) -> list[Line]:
+    """The lines of earlier visits, those in this one's own file among them."""
+    # One that was only made holds none yet, and one that is named twice is read once.
+    own = out.exists() and out.stat().st_size and not any(path.exists() and out.samefile(path) for path in have)
+    return read([*have, *([out] if own else [])])
+
+
+def opened(out: Path) -> TextIO:
+    """A visit's file, to add lines to."""
+    # Where the last visit was killed within a line, that line ends here.
+    cut = out.is_file() and out.stat().st_size and not out.read_bytes().endswith(b"\n")
+    file = out.open("a")
+    if cut:
+        file.write("\n")
+    return file
+
+
+def begin(lines: Sequence[Line]) -> str:
+    """The name of a visit that begins now, none of those before it."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    return fresh(now, {line["visit"] for line in lines if "visit" in line})
 
 
 def about(visit: str, commit: str, words: Sequence[str]) -> Line:
@@ -57,6 +134,16 @@ def about(visit: str, commit: str, words: Sequence[str]) -> Line:
         "kind": "about", "visit": visit, "commit": commit, "gpus": gpus, "driver": driver, "versions": versions,
         "python": sys.version.split()[0], "cores": os.cpu_count(), "command": shlex.join(words),
     }  # fmt: skip
+
+
+def lacks(program: str, modules: Sequence[str], allocators: Collection[str]) -> bool:
+    """Says what this Python does not have of what a program needs for runs on these allocators."""
+    wanted = [*modules, *(["xseg"] if "xseg" in allocators else [])]
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+    if missing:
+        named = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
+        print(f"{program} needs {named}, which this Python does not have", file=sys.stderr)
+    return bool(missing)
 
 
 def prepare() -> None:

@@ -39,7 +39,7 @@ impl Heap {
 impl Heap {
     #[new]
     #[pyo3(signature = (conf=None))]
-    fn new(py: Python<'_>, conf: Option<String>) -> PyResult<Self> {
+    fn new(py: Python<'_>, #[pyo3(from_py_with = number::conf)] conf: Option<String>) -> PyResult<Self> {
         let made = py.detach(|| match conf {
             Some(conf) => xseg::Heap::builder().conf(&conf).and_then(xseg::HeapBuilder::build),
             None => xseg::Heap::from_env(),
@@ -170,8 +170,12 @@ impl Heap {
     }
 
     /// Call `callback(bytes)` before an out-of-memory error; when it returns a true value, the request is tried again.
-    /// What it raises is printed and counts as false.
-    fn on_out_of_memory(&self, callback: Py<PyAny>) {
+    /// What it raises is printed and counts as false. A heap may have several such functions, and keeps them as long as it lives.
+    fn on_out_of_memory(&self, callback: &Bound<'_, PyAny>) -> PyResult<()> {
+        if !callback.is_callable() {
+            return Err(number::unlike(callback, "callback", "a function of the number of bytes"));
+        }
+        let callback = callback.clone().unbind();
         self.heap.on_out_of_memory(Box::new(move |bytes| {
             Python::attach(|py| {
                 let called = callback.call1(py, (bytes,)).and_then(|said| said.is_truthy(py));
@@ -181,6 +185,7 @@ impl Heap {
                 })
             })
         }));
+        Ok(())
     }
 
     /// What the heap did and holds: bytes and counts by name.

@@ -20,11 +20,13 @@ fn cli(py: Python<'_>, words: Vec<OsString>) -> u8 {
 
 /// Checks a policy in the form of XSEG_CONF, or that of the environment for None; gives it in its shortest form.
 ///
+/// Names, values and contradictions are checked. Files (`plan`) and devices that it names are not looked at: only a heap does.
+///
 /// Raises ConfigError.
 #[pyfunction]
 #[pyo3(signature = (conf=None))]
-fn check_conf(conf: Option<&str>) -> PyResult<String> {
-    let config = match conf {
+fn check_conf(#[pyo3(from_py_with = number::conf)] conf: Option<String>) -> PyResult<String> {
+    let config = match conf.as_deref() {
         Some(conf) => xseg::Config::parse(conf),
         None => xseg::Config::from_env(),
     };

@@ -18,7 +18,10 @@ fn locked<T>(place: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(crate) fn descriptor(object: &Bound<'_, PyAny>) -> PyResult<OwnedFd> {
     let number = match object.is_instance_of::<PyInt>() {
         true => number::descriptor(object)?,
-        false => number::descriptor(&object.call_method0("fileno")?)?,
+        false => match object.hasattr("fileno")? {
+            true => number::descriptor(&object.call_method0("fileno")?)?,
+            false => return Err(number::unlike(object, "socket", "a socket, or the number of a descriptor")),
+        },
     };
     if number < 0 {
         return Err(PyOSError::new_err(format!("{number} is no open descriptor")));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
@@ -109,6 +110,24 @@ def test_the_search_goes_below_natives_peak_where_another_needs_less() -> None:
     assert job is not None and job.factor == 0.9075
 
 
+@pytest.mark.parametrize("base", [PEAK, 26_621_596_668, 3_000_000_000])
+def test_limits_are_shown_as_the_probes_had_them(base: int) -> None:
+    lines = [{**pretend(Job("gpt2", "native", "round")), "peak_requested": base, "peak_reserved": 2 * base}]
+
+    def shown(*probes: tuple[float, bool]) -> str:
+        jobs = [(Job("gpt2", "xseg", "probe", limit=math.ceil(base * factor)), done) for factor, done in probes]
+        return summary.least([*lines, *({**pretend(job), "completed": done} for job, done in jobs)], "gpt2", "xseg")
+
+    for at in range(1, 300):
+        above, below = 1 + at * 0.0001, 1 + (at - 1) * 0.0001
+        assert shown((above, True), (below, False)) == f"{above:.4f}"
+    assert shown((1.005, True), (1.0025, False)) == "1.0025 to 1.0050"
+    # Rounded to the safe side.
+    assert shown((1.00503, True), (1.00257, False)) == "1.0025 to 1.0051"
+    assert shown((1.00507, True), (1.00503, False)) == "1.0051"
+    assert shown((1.00503, True), (1.00507, False)) == "above 1.0050"
+
+
 def test_a_visit_that_ends_early_is_gone_on_with() -> None:
     lines: list[dict[str, Any]] = []
     plan = Plan(repeat=3)
@@ -173,9 +192,14 @@ def test_the_report_has_every_figure() -> None:
     rows = {tuple(row[1:4:1]): row for row in ([cell.strip() for cell in line.split("|")] for line in text.split("\n"))}
     native, ours, held = rows["gpt2", "native", "-"], rows["gpt2", "xseg", "-"], rows["gpt2", "xseg", "1.02x"]
     assert native[4] == "3 of 3" and native[15] == "equal" and native[9] == "10.000"
-    assert ours[6].startswith("0.98") and ours[11] == "1.0041" and ours[15] == "equal" and ours[16] == "1.0050"
+    assert (
+        ours[6].startswith("0.98") and ours[11] == "1.0041" and ours[15] == "equal" and ours[16] == "1.0025 to 1.0050"
+    )
     assert held[4] == "3 of 3" and held[6].startswith("0.98")
-    assert rows["gpt2", "expandable", "-"][16] == "1.0125"
+    assert rows["gpt2", "expandable", "-"][16] == "1.0100 to 1.0121", "without a limit it reserved so much"
+    assert "at which 24 steps completed, rounded up" in text
+    # How finely was searched, and for how long, is in the lines, not in the command that reports on them.
+    assert summary.report(lines, Plan(resolution=0.05, probe_steps=7)) == text
     # What runs once, maybe beside other processes, says nothing of speed.
     assert rows["gpt2", "expandable", "-"][5] == "-" and float(native[5].split()[0]) > 900
     assert "gpt2: 20 steps equal to the last bit" in text
@@ -285,12 +309,110 @@ def test_lines_are_read_back(tmp_path: Path) -> None:
     assert visit.read([whole_file, cut]) == lines
     with pytest.raises(SystemExit, match="cannot read .*nothing.jsonl: No such file"):
         visit.read([tmp_path / "nothing.jsonl"])
+    assert visit.earlier([whole_file], cut) == lines and visit.earlier([whole_file, cut], cut) == lines
+    made = tmp_path / "made.jsonl"
+    made.touch()
+    assert visit.earlier([], made) == visit.earlier([], tmp_path / "none.jsonl") == []
+    # What was cut off does not take the next visit's first line with it.
+    with visit.opened(cut) as file:
+        file.write(json.dumps(lines[0]) + "\n")
+    assert visit.read([cut])[-1] == lines[0]
+    cut.write_text("".join(json.dumps(line) + "\n" for line in lines[5:]) + '{"run": "gp')
     command = [sys.executable, str(BENCH / "train.py"), "--summary", str(whole_file), str(cut), "--commit", "def5678"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "Commit abc1234" in done.stdout and "b.jsonl" in done.stderr
     # Of a visit that did not say its own.
     unsaid = [{**lines[0], "commit": ""}, *lines[1:]]
     assert "Commit def5678" in summary.report(unsaid, Plan(), "def5678")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"5\n", b"[1, 2]\nnull\n", b'{\n "run": "gpt2"\n}\n', b"# A report\n\n| a |\n", b"\xff\x00\n\xfe", b"[" * 99999]
+)  # fmt: skip
+def test_a_file_without_lines_of_runs_is_refused(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, wrong, other = (tmp_path / name for name in ("good.jsonl", "wrong", "other"))
+    good.write_text("".join(json.dumps(line) + "\n" for line in whole()))
+    wrong.write_bytes(content)
+    other.write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        visit.read([wrong, good, other])
+    said = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and [text.split(";")[0] for text in said] == [
+        f"{wrong} holds no lines of runs",
+        f"{other} holds no lines of runs",
+    ]
+    for program in ("train.py", "distributed.py"):
+        command = [sys.executable, str(BENCH / program), "--summary", str(wrong)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (1, "") and done.stderr.splitlines() == said[:1]
+    # A file that is partly good says so once.
+    good.write_bytes(good.read_bytes() + content)
+    assert len(visit.read([good])) == len(whole())
+    left = sum(bool(text.strip()) for text in content.decode(errors="replace").splitlines())
+    count = len(whole()) + left
+    expected = [f"{good}: {left} of {count} lines are no lines of runs and are left out"] if left else []
+    assert capsys.readouterr().err.splitlines() == expected
+
+
+def test_files_that_cannot_be_written_are_named_before_anything_runs(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps(line) + "\n" for line in whole()))
+    out = tmp_path / "out.jsonl"
+    nowhere = "/nonexistent/x"
+    for words in (
+        ["train.py", "--summary", str(lines), "--report", nowhere],
+        ["train.py", "--out", str(out), "--report", nowhere],
+        ["train.py", "--out", nowhere],
+        ["distributed.py", "--compare", "--out", nowhere],
+    ):
+        command = [sys.executable, str(BENCH / words[0]), *words[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (2, "") and not out.exists()
+        assert done.stderr == f"cannot write {nowhere}: No such file or directory; name a file that can be written\n"
+    report = tmp_path / "report.md"
+    command = [sys.executable, str(BENCH / "train.py"), "--summary", str(lines), "--report", str(report)]
+    assert subprocess.run(command, timeout=60).returncode == 0 and report.read_text().startswith("# Training runs")
+
+
+@pytest.mark.parametrize("program", ["train", "distributed"])
+def test_numbers_that_make_no_sense_are_refused(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module(program)
+    wrong = ["--repeat -1", "--exact-runs -1", "--warmup -1", "--probe-steps 0", "--resolution 0", "--minutes -1", "--timeout nan", "--repeat few"]  # fmt: skip
+    if program == "distributed":
+        wrong += ["--ranks 0", "--steps 0", "--bytes -1", "--hang 0", "--width 0", "--batch 0", "--layers -2", "--length 1"]  # fmt: skip
+    else:
+        wrong += ["--seconds 0", "--losses -1"]
+    for words in wrong:
+        with pytest.raises(SystemExit) as ended:
+            module.arguments().parse_args(words.split())
+        assert ended.value.code == 2 and f"argument {words.split()[0]}: " in capsys.readouterr().err
+    assert module.arguments().parse_args(["--repeat", "0", "--minutes", "7.9"]).minutes == 7.9
+
+
+def test_visits_of_the_same_second_stay_apart(tmp_path: Path) -> None:
+    def a_visit(speed: float) -> list[dict[str, Any]]:
+        lines: list[dict[str, Any]] = [{**visit.about("one", "", []), "gpus": ["A GPU"]}]
+        work(lines, "one", ["gpt2"], plan=Plan(stages=["rounds"], repeat=1))
+        return [{**line, "per_second": speed} if line.get("allocator") == "xseg" else line for line in lines]
+
+    first, second = a_visit(500.0), a_visit(800.0)
+    other = [{**line, "visit": "two"} for line in second]
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "both.jsonl", "other.jsonl")]
+    for path, lines in zip(files, (first, second, [*first, *second], other)):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    expected = [*first, *({**line, "visit": "one (2)"} for line in second)]
+    assert visit.read(files[:2]) == visit.read(files[2:3]) == expected
+    # Each is measured by its own native, as where their names differ.
+    apart = summary.ratios([*first, *other], "gpt2", "xseg", False, Plan())
+    assert summary.ratios(expected, "gpt2", "xseg", False, Plan()) == apart and len(apart) == 2
+    names = [line["visit"] for line in visit.read([*files, files[3]]) if line["kind"] == "about"]
+    assert names == ["one", "one (2)", "one (3)", "one (4)", "two", "two (2)"]
+    # A visit that goes on takes no name that was there.
+    now = visit.begin([])
+    later = visit.begin([{"visit": now}, {"visit": f"{now} (2)"}])
+    assert later.startswith(now[:10]) and later not in (now, f"{now} (2)")
 
 
 def test_processes_get_their_allocator_and_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,6 +422,22 @@ def test_processes_get_their_allocator_and_gpu(monkeypatch: pytest.MonkeyPatch) 
     assert env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True" and env["CUDA_VISIBLE_DEVICES"] == "1"
     assert "PYTORCH_ALLOC_CONF" not in env
     assert "PYTORCH_CUDA_ALLOC_CONF" not in measure.environment(replace(job, allocator="xseg"), None)
+
+
+def test_lines_say_which_policy_xseg_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    import xseg
+    from xseg import _torch
+
+    def install() -> str:
+        monkeypatch.setenv("XSEG_CONF", _torch._with_small_handles(" joins:off , slack:2%"))
+        return "full"
+
+    monkeypatch.setattr(xseg, "install", install)
+    found = measure.installed()
+    assert found["mode"] == "full" and set(found["conf"].split(",")) == {"joins:off", "slack:2%", "handles:small"}
+    monkeypatch.setattr(xseg, "install", lambda: "off")
+    monkeypatch.setenv("XSEG_CONF", "off")
+    assert measure.installed() == {"mode": "off", "conf": "off"}
 
 
 def test_a_process_that_fails_leaves_a_line(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ sys.path.insert(0, str(BENCH))
 
 import comparison  # noqa: E402
 import distributed  # noqa: E402
+import train  # noqa: E402
 from measure import Job  # noqa: E402
 from plan import Plan  # noqa: E402
 
@@ -43,7 +45,9 @@ def test_one_line_for_all_ranks() -> None:
     assert line["completed"] and not line["hang"] and "error" not in line
     assert (line["peak_requested"], line["peak_reserved"], line["retries"], line["host_waits"]) == (1001, 1100, 2, 1)
     assert line["seconds"] == 10.0 and line["driver_nanos"] is None
-    assert line["per_second"] == 99.0 and line["losses"] == ["0x1p+0"]
+    assert line["per_second"] == 99.0 and line["losses"] == ["0x1p+0"] and "conf" not in line
+    ours = comparison.together(JOB, [rank(0, conf="handles:small"), rank(1, conf="handles:small")], 2)
+    assert ours["conf"] == "handles:small"
 
 
 def test_a_step_is_done_when_its_slowest_rank_is() -> None:
@@ -99,6 +103,57 @@ def test_a_rank_that_failed_is_named_before_those_that_waited_for_it() -> None:
     assert not line["completed"] and line["hang"] and line["error"] == "rank 1: CUDA out of memory."
     missing = comparison.together(JOB, [rank(0)], 2)
     assert not missing["completed"] and missing["error"] == "1 of 2 ranks gave a line"
+
+
+def compare(monkeypatch: pytest.MonkeyPatch, out: Path, ending: dict[str, Any], *words: str) -> int:
+    """The status of a comparison whose runs all end alike; nothing is run."""
+    monkeypatch.setattr(comparison, "lacks", lambda *_: False)
+    line = {"wall": 1.0, "peak_requested": 1000, "peak_reserved": 1100, "steps": 6}
+    monkeypatch.setattr(comparison, "launch", lambda job, args: {**line, **asdict(job), **ending})
+    return comparison.main(distributed.arguments().parse_args(["--compare", "--small", "--out", str(out), *words]))
+
+
+def test_the_status_says_whether_anything_completed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = {"completed": False, "error": "exit status 1: no such file"}
+    out = tmp_path / "lines.jsonl"
+    assert compare(monkeypatch, out, failed) == 1
+    said = capsys.readouterr()
+    assert "no run completed" in said.err and "no such file" in said.out.split("What did not complete")[1]
+    # What an earlier visit did not do says nothing of this one.
+    assert compare(monkeypatch, out, {"completed": True, "per_second": 5.0}) == 0
+    # Nothing is left to do, and then not in this time.
+    assert compare(monkeypatch, out, failed) == 0
+    assert compare(monkeypatch, tmp_path / "late.jsonl", failed, "--minutes", "0.001") == 0
+    assert "rounds not finished" in capsys.readouterr().err
+    # That a limit is too little is what probes are there to find.
+    words = ("--probes", "0.9x", "--least", "xseg")
+    assert compare(monkeypatch, out, {"completed": False, "error": "CUDA out of memory."}, *words) == 0
+    assert compare(monkeypatch, out, {"completed": False, "error": "no CUDA device"}, *words) == 1
+
+
+def test_what_is_missing_is_named_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = importlib.util.find_spec
+    gone = {"torch", "transformers", "xseg"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else find_spec(name))
+    out = tmp_path / "lines.jsonl"
+    for program, words, missing in (
+        (distributed, ["--compare"], "torch and xseg"),
+        (distributed, ["--compare", "--repeat", "0", "--least", "expandable"], "torch"),
+        (distributed, ["--allocator", "xseg"], "torch and xseg"),
+        (distributed, [], "torch"),
+        (train, [], "torch, transformers and xseg"),
+        (train, ["--stages", "others"], "torch and transformers"),
+        (train, ["--device", "cpu"], "torch and transformers"),
+    ):
+        name = f"{program.__name__}.py"
+        monkeypatch.setattr(sys, "argv", [name, *words, "--out", str(out)])
+        assert program.main() == 2 and not out.exists()
+        said = capsys.readouterr()
+        assert (said.out, said.err) == ("", f"{name} needs {missing}, which this Python does not have\n")
 
 
 @needs_torch

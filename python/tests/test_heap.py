@@ -108,6 +108,27 @@ def test_a_callback_that_raises_does_not_hide_the_error(heap: xseg.Heap, capfd: 
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("wrong", [5, None, "rescue"])
+def test_only_a_function_is_called_when_memory_runs_out(heap: xseg.Heap, wrong: Any) -> None:
+    kind = type(wrong).__name__
+    with pytest.raises(TypeError, match=f"^callback: give a function of the number of bytes, not {kind}\\b"):
+        heap.on_out_of_memory(wrong)
+
+
+def test_arguments_of_another_kind_are_named(heap: xseg.Heap) -> None:
+    calls: list[tuple[Callable[[Any], object], str]] = [
+        (xseg.Heap, "conf: give a policy such as"),
+        (xseg.check_conf, "conf: give a policy such as"),
+        (lambda wrong: heap.begin_capture(wrong), "pool: give a pair of whole numbers"),
+        (lambda wrong: heap.begin_capture((1, 2), wrong), "streams: give a list of whole numbers"),
+    ]
+    for call, said in calls:
+        with pytest.raises(TypeError, match=f"^{said}.*, not int\\b"):
+            call(5)
+    with pytest.raises(TypeError, match="^socket: give a socket, or the number of a descriptor, not float\\b"):
+        heap.receive(1.5)  # type: ignore[arg-type]
+
+
 def test_wrong_addresses(heap: xseg.Heap) -> None:
     address = heap.alloc_raw(MIB)
     heap.free(address)
@@ -233,7 +254,7 @@ def test_numbers_that_do_not_fit_are_value_errors_in_a_sentence() -> None:
             for number in (-1, 2**64, -(2**200)):
                 with pytest.raises(ValueError, match=f"^{what}: {number} is out of range; give a whole number from 0"):
                     call(number)
-            with pytest.raises(TypeError):
+            with pytest.raises(TypeError, match=f"^{what}: give a whole number from 0 to 2\\^64 - 1, not str\\b"):
                 call("one")
     for number in (2**31, -(2**40)):
         with pytest.raises(ValueError, match=f"descriptor {number} is out of range"):

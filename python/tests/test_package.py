@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xseg
@@ -45,6 +46,12 @@ def test_the_readme_names_statistics_that_exist() -> None:
     assert {"handles_joined", "bytes_joined", "joins_ended"} <= named
 
 
+def test_the_readme_names_all_that_a_heap_does() -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text().split("| method |")[1].split("\n\n")[0]
+    named = {name for row in text.splitlines()[2:] for name in re.findall(r"`(\w+)", row.split("|")[1])}
+    assert named == {name for name in vars(xseg.Heap) if not name.startswith("__")}
+
+
 def test_everything_public_is_documented_and_typed() -> None:
     stub = Path(_native.__file__).with_name("_native.pyi").read_text()
     for kind in (xseg.Heap, xseg.Block):
@@ -78,11 +85,18 @@ def test_memory_is_made_of_small_pieces_unless_the_policy_says_how_large() -> No
     assert added("handle_max:8MiB") == "handle_max:8MiB"
 
 
-def test_install_refuses_what_cannot_work() -> None:
-    with pytest.raises(xseg.ConfigError, match="did you mean"):
+def test_install_refuses_what_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What came from the variable says so, what was given does not.
+    monkeypatch.setenv("XSEG_CONF", "limits:3")
+    with pytest.raises(xseg.ConfigError, match="^XSEG_CONF: there is no key `limits`"):
+        xseg.install()
+    with pytest.raises(xseg.ConfigError, match="^there is no key `limitt`; did you mean"):
         xseg.install("limitt:4G")
-    with pytest.raises(xseg.ConfigError, match="no GPU's memory"):
-        xseg.install("backend:host")
+    monkeypatch.setenv("XSEG_CONF", "backend:host")
+    with pytest.raises(xseg.ConfigError, match="^XSEG_CONF: `backend:host` is no GPU's memory"):
+        xseg.install()
+    with pytest.raises(xseg.ConfigError, match="^`backend:sim` is no GPU's memory"):
+        xseg.install("backend:sim")
     for refused in (xseg.stats, xseg.tags, lambda: xseg.record("nowhere.trace")):
         with pytest.raises(RuntimeError, match="install"):
             refused()
@@ -90,6 +104,23 @@ def test_install_refuses_what_cannot_work() -> None:
     with pytest.raises(ValueError, match="zero"):
         xseg.tag("a\0b")
     assert xseg.installed() is None
+
+
+def test_arguments_of_another_kind_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: Any = 5
+    for switch in ("", "off"):
+        monkeypatch.setenv("XSEG_CONF", switch)
+        with pytest.raises(TypeError, match="^conf: give a policy such as .*, not int\\b"):
+            xseg.install(wrong)
+    with pytest.raises(TypeError, match="^name: give the tag's name as text, not int\\b"):
+        xseg.tag(wrong)
+    assert xseg.installed() is None
+    monkeypatch.setattr(_torch, "_mode", "full")
+    wrong = "cuda"
+    with pytest.raises(
+        TypeError, match="^device: give the number of a device, or None for the current one, not str\\b"
+    ):
+        xseg.stats(wrong)
 
 
 def test_a_tensor_for_a_process_without_install_says_what_to_do() -> None:

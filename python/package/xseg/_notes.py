@@ -32,6 +32,8 @@ class tag(contextlib.ContextDecorator):
     """
 
     def __init__(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"name: give the tag's name as text, not {type(name).__name__}")
         if "\0" in name:
             raise ValueError("a tag has no zero characters")
         self.name = name

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import operator
 import os
 import sys
 import warnings
@@ -45,18 +46,20 @@ def install(conf: str | None = None, *, compile: bool | None = None) -> str:
     global _mode
     if _mode is not None and _mode != "off":
         raise RuntimeError("xseg.install() was called already in this process; call it once")
+    if conf is not None and not isinstance(conf, str):
+        # Before the switch is looked at, which a wrong argument must not hide behind.
+        _native.check_conf(conf)
     environment = os.environ.get("XSEG_CONF", "")
     wanted = environment if conf is None else conf
     # The switch of the environment is stronger than what a program says.
     if "off" in (environment.strip(), wanted.strip()):
         _mode = "off"
         return _mode
-    shortest = _native.check_conf(wanted)
+    shortest = _native.check_conf(conf)
     for entry in shortest.split(","):
         if entry in ("backend:host", "backend:sim"):
-            raise _native.ConfigError(
-                f"XSEG_CONF: `{entry}` is no GPU's memory, which PyTorch needs; leave `backend` out"
-            )
+            source = "XSEG_CONF: " if conf is None else ""
+            raise _native.ConfigError(f"{source}`{entry}` is no GPU's memory, which PyTorch needs; leave `backend` out")
     torch = _import_torch()
     if torch.version.cuda is None:
         raise RuntimeError(
@@ -143,6 +146,11 @@ def _device(device: int | None) -> int:
         import torch
 
         device = int(torch.cuda.current_device())
+    try:
+        device = operator.index(device)
+    except TypeError:
+        given = type(device).__name__
+        raise TypeError(f"device: give the number of a device, or None for the current one, not {given}") from None
     # A larger number would be cut off on its way into C.
     if not 0 <= device < 2**31:
         raise ValueError(f"device {device} is out of range; give the number of a device, from 0")
