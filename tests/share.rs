@@ -300,6 +300,29 @@ fn the_end_of_the_exporters_heap_during_an_import() {
     }
 }
 
+/// The pins of an export are its own, also where the client pins and unpins the same range.
+#[test]
+fn a_client_cannot_unpin_what_is_exported() {
+    let (here, there) = (Side::new("limit:64MiB"), Side::new(""));
+    let block = here.heap.alloc(4 * MIB, S0).unwrap();
+    let at = block.address();
+    let imports = [there.import_of(&here, &block), there.import_of(&here, &block)];
+    assert!(matches!(here.heap.unpin(at, 4 * MIB), Err(Error::InvalidArgument(_))), "the client pinned nothing");
+    here.heap.check().unwrap();
+    here.heap.pin(at, 4 * MIB).unwrap();
+    here.heap.unpin(at, 4 * MIB).unwrap();
+    assert!(here.heap.unpin(at, 4 * MIB).is_err());
+    here.heap.pin(at, 4 * MIB).unwrap();
+    here.heap.check().unwrap();
+    drop((block, imports));
+    there.heap.tick();
+    here.heap.tick();
+    assert_eq!((here.heap.stats().exported, here.heap.stats().pinned), (0, 4 * MIB));
+    here.heap.unpin(at, 4 * MIB).unwrap();
+    assert!(here.heap.unpin(at, 4 * MIB).is_err());
+    here.heap.check().unwrap();
+}
+
 /// Exports, imports, frees and pressure on several threads at once.
 #[test]
 fn threads_share_at_the_same_time() {

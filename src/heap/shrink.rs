@@ -201,9 +201,13 @@ impl Inner {
 
     pub(crate) fn unpin(&self, address: u64, bytes: u64) -> Result<()> {
         let range = self.granules_of(address, bytes)?;
-        if self.slow.lock().unpin(&range) {
+        let mut slow = self.slow.lock();
+        // Those of exports end with their imports alone (I13).
+        let of_exports = self.exports.lock().pins_of(&range);
+        if slow.pins_of(&range) > of_exports && slow.unpin(&range) {
             return Ok(());
         }
+        drop(slow);
         let why = format!("unpin of {bytes} bytes at {address:#x}: that range is not pinned");
         Err(Error::InvalidArgument(why))
     }
