@@ -144,6 +144,11 @@ impl Driver {
         }
     }
 
+    /// Keeps the backend for good, in a forked child: its end would wait for threads that are the parent's.
+    pub(crate) fn leak(&self) {
+        std::mem::forget(Arc::clone(&self.backend));
+    }
+
     pub(crate) fn backend(&self) -> &dyn Backend {
         &*self.backend
     }

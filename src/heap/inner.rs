@@ -26,6 +26,7 @@ use crate::segment::{Claim, History, Segment};
 use crate::units::{GRANULE, MIB, UNIT};
 use crate::used::Used;
 use parking_lot::Mutex;
+use rustix::process::{Pid, getpid};
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
@@ -140,6 +141,8 @@ pub(crate) struct Inner {
     pub(crate) device_limit: u64,
     /// The limit, readable without the driver lock.
     pub(crate) limit: AtomicU64,
+    /// The process that made the heap: in a forked child it is a copy, whose end must touch nothing.
+    owner: Pid,
 }
 
 /// A block as the heap hands it out.
@@ -208,7 +211,13 @@ impl Inner {
             shut: AtomicBool::new(false),
             device_limit: limit,
             limit: AtomicU64::new(limit),
+            owner: getpid(),
         }
+    }
+
+    /// Was this process forked off the one that made the heap?
+    pub(super) fn is_forked(&self) -> bool {
+        getpid() != self.owner
     }
 
     /// A segment's place; the segment comes into being at first use.

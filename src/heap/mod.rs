@@ -49,7 +49,7 @@ use std::sync::Arc;
 pub type OutOfMemoryCallback = Box<dyn Fn(u64) -> bool + Send + Sync>;
 
 /// An allocator for one device. Clones share it; any thread may use it. A forked child must not: the driver does not work there,
-/// and a lock that another thread held at the fork is never given back.
+/// and a lock that another thread held at the fork is never given back. It may drop its copy, which does nothing.
 ///
 /// ```
 /// use xseg::{Heap, StreamId};
@@ -302,6 +302,9 @@ impl Heap {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        if self.is_forked() {
+            return self.driver.leak();
+        }
         if self.config.stats {
             eprintln!("xseg: {:#?}", self.stats());
         }

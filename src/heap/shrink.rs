@@ -241,7 +241,8 @@ impl Inner {
 
     /// Releases everything; blocks that are still live go too. Waits for the device first.
     pub(crate) fn shut_down(&self) {
-        if self.shut.swap(true, Relaxed) {
+        // What a forked child gives back would be the parent's, and a lock may be held by a thread that it does not have.
+        if self.is_forked() || self.shut.swap(true, Relaxed) {
             return;
         }
         self.pools.shut();

@@ -11,6 +11,7 @@
 use crate::error::{DriverCall, DriverError};
 use crate::units::human;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals};
+use rustix::process::{Pid, getpid};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::os::fd::BorrowedFd;
@@ -58,6 +59,8 @@ pub(super) struct Physical {
     next: u64,
     total: u64,
     used: u64,
+    /// The process whose memory it is.
+    owner: Pid,
 }
 
 impl Physical {
@@ -69,7 +72,16 @@ impl Physical {
         // An importer could fault on what was cut off (H8). Holes may still be punched.
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let free = BTreeMap::from([(0, EXTENT)]);
-        Ok(Self { file, free, handles: HashMap::new(), foreign: HashMap::new(), next: 1, total, used: 0 })
+        Ok(Self {
+            file,
+            free,
+            handles: HashMap::new(),
+            foreign: HashMap::new(),
+            next: 1,
+            total,
+            used: 0,
+            owner: getpid(),
+        })
     }
 
     /// The own memfd.
@@ -223,6 +235,10 @@ impl Physical {
             return;
         }
         self.used -= handle.bytes;
+        // A forked child has the parent's memfd, not a copy of it.
+        if getpid() != self.owner {
+            return;
+        }
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let punched =
             rustix::io::retry_on_intr(|| rustix::fs::fallocate(&self.file, flags, handle.offset, handle.bytes));
