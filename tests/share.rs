@@ -218,6 +218,7 @@ fn the_end_of_the_exporters_heap_leaves_the_importer_its_memory() {
     let imported = there.import_of(&here, &block);
     here.heap.shut_down();
     assert!(matches!(here.heap.export(block.address()), Err(Error::ShutDown)));
+    assert!(matches!(here.heap.export_handles(block.address()), Err(Error::ShutDown)));
     holds(&here.device, 0);
     // Another heap on the same device gets other memory.
     let next = Side::on("limit:64MiB,growth:exact", here.device.clone());

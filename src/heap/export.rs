@@ -145,6 +145,9 @@ impl Inner {
     pub(crate) fn export_handles(&self, address: u64) -> Result<Vec<ExportedHandle>> {
         // Handles stay where they are while this is held.
         let slow = self.slow.lock();
+        if self.shut.load(Relaxed) {
+            return Err(Error::ShutDown);
+        }
         let block = {
             let (_, segment, id) = self.live_block(address)?;
             segment.nodes[id].start..segment.nodes[id].end()
