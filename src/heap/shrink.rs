@@ -246,6 +246,8 @@ impl Inner {
             return;
         }
         self.pools.shut();
+        // Dropped without the lock: what a callback owns may use the heap as it ends.
+        let _callbacks;
         let mut slow = self.slow.lock();
         let backend = self.driver.backend();
         if let Err(error) = backend.quiesce() {
@@ -267,7 +269,7 @@ impl Inner {
         slow.physical.forget_cache();
         self.exports.lock().hang_up();
         // A callback may hold this heap.
-        self.callbacks.lock().clear();
+        _callbacks = std::mem::take(&mut *self.callbacks.lock());
         self.counters.teardown_nanos.fetch_add(self.driver.nanos().total() - before, Relaxed);
         for reservation in self.space.reservations() {
             let unreserve = || self.driver.unreserve(reservation.address, reservation.bytes);
