@@ -301,6 +301,22 @@ fn the_end_of_the_exporters_heap_during_an_import() {
     }
 }
 
+#[test]
+fn an_export_of_a_backend_that_nobody_knows_is_said_to_be() {
+    let mut header = b"xsegmem\n".to_vec();
+    for number in [1_u32, 9, 1, 0] {
+        header.extend(number.to_le_bytes());
+    }
+    header.extend([0; 16]);
+    for number in [2 * MIB, 0, 512, 512] {
+        header.extend(number.to_le_bytes());
+    }
+    let (mut ours, theirs) = UnixStream::pair().unwrap();
+    std::io::Write::write_all(&mut ours, &header).unwrap();
+    let error = Side::new("").heap.import(OwnedFd::from(theirs)).unwrap_err().to_string();
+    assert!(error.contains("exported from the unknown backend and this heap is on host"), "{error}");
+}
+
 /// The pins of an export are its own, also where the client pins and unpins the same range.
 #[test]
 fn a_client_cannot_unpin_what_is_exported() {
