@@ -55,11 +55,13 @@ const fn hash(key: u64, bits: u32) -> usize {
 struct Table {
     cells: Box<[Cell]>,
     bits: u32,
+    /// Cells that are not empty; writers' alone.
+    used: AtomicU32,
 }
 
 impl Table {
     fn new(bits: u32) -> Self {
-        Self { cells: (0..1_usize << bits).map(|_| Cell::empty()).collect(), bits }
+        Self { cells: (0..1_usize << bits).map(|_| Cell::empty()).collect(), bits, used: AtomicU32::new(0) }
     }
 
     /// The cell of a key, or the empty one where it would be. A table is never full.
@@ -76,7 +78,11 @@ impl Table {
     }
 
     fn set(&self, key: u64, value: u64) {
-        self.find(key).0.set(key, value);
+        let (cell, before) = self.find(key);
+        if before == 0 {
+            self.used.store(self.used.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        }
+        cell.set(key, value);
     }
 }
 
@@ -131,7 +137,7 @@ impl Keys {
         }
         let Some(table) = self.table() else { return };
         if table.find(key).1 == 0 {
-            let used = table.cells.iter().filter(|cell| cell.value.load(Ordering::Relaxed) != 0).count();
+            let used = table.used.load(Ordering::Relaxed) as usize;
             if 2 * (used + 1) > table.cells.len() {
                 let newest = self.newest.load(Ordering::Relaxed) + 1;
                 let Some(place) = self.tables.get(newest as usize) else { return };
@@ -203,6 +209,9 @@ mod tests {
         }
         assert!(plain.iter().all(|(key, value)| keys.get(*key) == *value));
         assert!(keys.newest.load(Ordering::Relaxed) > 4);
+        let table = keys.table().unwrap();
+        let cells = table.cells.iter().filter(|cell| cell.value.load(Ordering::Relaxed) != 0).count();
+        assert_eq!(table.used.load(Ordering::Relaxed) as usize, cells, "counted as they come, not anew for each");
     }
 
     #[test]

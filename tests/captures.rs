@@ -456,6 +456,10 @@ fn blocks_of_a_pool_live_again_where_they_lay(make: Make) {
     // No rounding adds so much; of 4 GiB and more the count of requested bytes would be wrong from then on.
     let requested = lab.heap.stats().requested;
     assert!(lab.heap.restore_block(POOL, checkpoint[3].address, (1, 8 * MIB), S1).is_err());
+    // Lengths that addresses cannot be added to, in units of 32 bits.
+    for units in [u64::from(u32::MAX), u64::from(u32::MAX) - 16 * MIB / 512] {
+        assert!(lab.heap.restore_block(POOL, checkpoint[3].address, (units * 512, units * 512), S1).is_err());
+    }
     assert_eq!(lab.heap.stats().requested, requested);
     lab.heap.release_capture(POOL).unwrap();
     assert!(restore(&checkpoint[0], POOL).is_err(), "the pool is gone");

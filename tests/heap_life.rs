@@ -10,7 +10,7 @@ use support::{Lab, MS, S1, S2, out_of_memory, sim, sim_with};
 use xseg::backend::EventScope;
 use xseg::backend::sim::{SimBackend, SimOptions};
 use xseg::units::{GIB, GRANULE, KIB, MIB};
-use xseg::{Allocation, Error, Heap, StreamId};
+use xseg::{Allocation, Error, Heap, PoolId, StreamFilter, StreamId};
 
 const S3: StreamId = StreamId(3);
 
@@ -315,4 +315,33 @@ fn a_heap_that_could_not_be_built_leaves_nothing() {
     let built = Heap::builder().config(config).backend(device.clone()).build();
     assert!(matches!(&built, Err(Error::Config(why)) if why.contains("small_limit")), "{built:?}");
     assert_eq!((device.counts(), device.violations().len()), ((0, 0, 0), 0));
+}
+
+/// Uses the heap when it is dropped.
+struct AtItsEnd(Heap);
+
+impl Drop for AtItsEnd {
+    fn drop(&mut self) {
+        self.0.tick();
+        assert_eq!(self.0.stats().live_blocks, 0);
+    }
+}
+
+#[test]
+fn what_the_clients_functions_own_may_use_the_heap_as_it_ends() {
+    let (done, ended) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let lab = sim("limit:64MiB");
+        let pool = PoolId(1, 1);
+        let (filter, callback) = (AtItsEnd(lab.heap.clone()), AtItsEnd(lab.heap.clone()));
+        let takes = move |stream: StreamId| stream == S1 && filter.0.limit() > 0;
+        lab.heap.begin_pool(pool, StreamFilter::Matching(Arc::new(takes))).unwrap();
+        lab.heap.on_out_of_memory(Box::new(move |bytes| bytes > callback.0.limit()));
+        drop(lab.alloc(MIB, S1));
+        lab.heap.end_capture(pool).unwrap();
+        lab.heap.release_capture(pool).unwrap();
+        lab.heap.shut_down();
+        done.send(()).unwrap();
+    });
+    ended.recv_timeout(Duration::from_secs(10)).expect("no lock is held while they are dropped");
 }

@@ -218,6 +218,7 @@ fn the_end_of_the_exporters_heap_leaves_the_importer_its_memory() {
     let imported = there.import_of(&here, &block);
     here.heap.shut_down();
     assert!(matches!(here.heap.export(block.address()), Err(Error::ShutDown)));
+    assert!(matches!(here.heap.export_handles(block.address()), Err(Error::ShutDown)));
     holds(&here.device, 0);
     // Another heap on the same device gets other memory.
     let next = Side::on("limit:64MiB,growth:exact", here.device.clone());
@@ -298,6 +299,45 @@ fn the_end_of_the_exporters_heap_during_an_import() {
         there.heap.tick();
         holds(&there.device, 1);
     }
+}
+
+#[test]
+fn an_export_of_a_backend_that_nobody_knows_is_said_to_be() {
+    let mut header = b"xsegmem\n".to_vec();
+    for number in [1_u32, 9, 1, 0] {
+        header.extend(number.to_le_bytes());
+    }
+    header.extend([0; 16]);
+    for number in [2 * MIB, 0, 512, 512] {
+        header.extend(number.to_le_bytes());
+    }
+    let (mut ours, theirs) = UnixStream::pair().unwrap();
+    std::io::Write::write_all(&mut ours, &header).unwrap();
+    let error = Side::new("").heap.import(OwnedFd::from(theirs)).unwrap_err().to_string();
+    assert!(error.contains("exported from the unknown backend and this heap is on host"), "{error}");
+}
+
+/// The pins of an export are its own, also where the client pins and unpins the same range.
+#[test]
+fn a_client_cannot_unpin_what_is_exported() {
+    let (here, there) = (Side::new("limit:64MiB"), Side::new(""));
+    let block = here.heap.alloc(4 * MIB, S0).unwrap();
+    let at = block.address();
+    let imports = [there.import_of(&here, &block), there.import_of(&here, &block)];
+    assert!(matches!(here.heap.unpin(at, 4 * MIB), Err(Error::InvalidArgument(_))), "the client pinned nothing");
+    here.heap.check().unwrap();
+    here.heap.pin(at, 4 * MIB).unwrap();
+    here.heap.unpin(at, 4 * MIB).unwrap();
+    assert!(here.heap.unpin(at, 4 * MIB).is_err());
+    here.heap.pin(at, 4 * MIB).unwrap();
+    here.heap.check().unwrap();
+    drop((block, imports));
+    there.heap.tick();
+    here.heap.tick();
+    assert_eq!((here.heap.stats().exported, here.heap.stats().pinned), (0, 4 * MIB));
+    here.heap.unpin(at, 4 * MIB).unwrap();
+    assert!(here.heap.unpin(at, 4 * MIB).is_err());
+    here.heap.check().unwrap();
 }
 
 /// Exports, imports, frees and pressure on several threads at once.

@@ -67,7 +67,9 @@ pub(crate) fn enter(heap: Heap, shared: bool) -> Result<*mut xseg_heap, Failure>
 
 fn place(handle: *const xseg_heap) -> (usize, u32) {
     let number = handle.addr();
-    ((number & ((1 << SLOT_BITS) - 1)).wrapping_sub(1), (number >> SLOT_BITS) as u32)
+    // A number that no filling has stands for none.
+    let filled = u32::try_from(number >> SLOT_BITS).unwrap_or(0);
+    ((number & ((1 << SLOT_BITS) - 1)).wrapping_sub(1), filled)
 }
 
 fn stale(handle: *const xseg_heap) -> Failure {

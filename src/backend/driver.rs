@@ -161,7 +161,7 @@ impl Driver {
         getpid() == self.process
     }
 
-    /// In a child that was forked off: what is still there is never dropped, since threads and memory are the parent's.
+    /// Keeps the backend for good, in a forked child: its end would wait for threads that are the parent's.
     pub(crate) fn leave(&self) {
         std::mem::forget(Arc::clone(&self.backend));
     }

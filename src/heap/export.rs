@@ -37,6 +37,11 @@ impl Exports {
         self.0.iter().any(|open| open.unit == unit)
     }
 
+    /// Pins of a range that imports hold.
+    pub(super) fn pins_of(&self, granules: &Range<u32>) -> usize {
+        self.0.iter().filter(|open| open.granules == *granules).count()
+    }
+
     /// First units and bytes of the blocks that other processes may use.
     pub(super) fn blocks(&self) -> BTreeMap<u32, u64> {
         self.0.iter().map(|open| (open.unit, open.bytes)).collect()
@@ -140,6 +145,9 @@ impl Inner {
     pub(crate) fn export_handles(&self, address: u64) -> Result<Vec<ExportedHandle>> {
         // Handles stay where they are while this is held.
         let slow = self.slow.lock();
+        if self.shut.load(Relaxed) {
+            return Err(Error::ShutDown);
+        }
         let block = {
             let (_, segment, id) = self.live_block(address)?;
             segment.nodes[id].start..segment.nodes[id].end()

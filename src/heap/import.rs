@@ -101,7 +101,7 @@ impl Inner {
         }
         let theirs = kinds.into_iter().find(|kind| number(*kind) == offer.backend);
         if theirs != Some(backend.kind()) {
-            let theirs = theirs.map_or("an unknown", BackendKind::name);
+            let theirs = theirs.map_or("unknown", BackendKind::name);
             return Err(ShareFault::OtherBackend { theirs, ours: backend.kind().name() });
         }
         let (ours, unknown) = (backend.device_id(), [0; 16]);

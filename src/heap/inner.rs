@@ -83,6 +83,11 @@ impl Slow {
         self.pins.push(range);
     }
 
+    /// How often the range is pinned.
+    pub(super) fn pins_of(&self, range: &std::ops::Range<u32>) -> usize {
+        self.pins.iter().filter(|pin| *pin == range).count()
+    }
+
     /// Ends one [`Self::pin`] of the range; false: there is none.
     pub(super) fn unpin(&mut self, range: &std::ops::Range<u32>) -> bool {
         let Some(at) = self.pins.iter().position(|pin| pin == range) else { return false };

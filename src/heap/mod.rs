@@ -304,6 +304,9 @@ impl Heap {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        if !self.driver.is_ours() {
+            return self.driver.leave();
+        }
         if self.config.stats {
             eprintln!("xseg: {:#?}", self.stats());
         }

@@ -130,14 +130,16 @@ impl Pools {
         Some((pool.id, pool.segments.small == segment))
     }
 
-    fn set_recordings(&self, recordings: Vec<Recording>) {
+    /// Gives those of before, whose filters may own what uses the heap as it ends: to be dropped without a lock.
+    #[must_use]
+    fn set_recordings(&self, recordings: Vec<Recording>) -> Arc<Vec<Recording>> {
         let _gate = self.gate.write();
         let captures = recordings.iter().filter(|recording| recording.capture).count();
         let mut current = self.recordings.write();
         let (before, now) = (current.len() as u32, recordings.len() as u32);
-        *current = Arc::new(recordings);
         self.active.fetch_add(now.wrapping_sub(before), Relaxed);
         self.captures.store(captures as u32, Relaxed);
+        std::mem::replace(&mut *current, Arc::new(recordings))
     }
 
     fn note_capturing(&self, stream: StreamId) {
@@ -202,6 +204,7 @@ impl Inner {
                 slots.push(self.streams.get(self.driver.backend().stream_key(*stream)?, *stream)?.slot);
             }
         }
+        let _before;
         let mut slow = self.slow.lock();
         if self.shut.load(Relaxed) {
             return Err(Error::ShutDown);
@@ -216,23 +219,24 @@ impl Inner {
         }
         let segments = self.add_use(id)?;
         recordings.push(Recording { id, segments, filter, slots, capture });
-        self.pools.set_recordings(recordings);
+        _before = self.pools.set_recordings(recordings);
         Ok(())
     }
 
     /// Ends the recording into a pool.
     pub(crate) fn end_capture(&self, id: PoolId) -> Result<()> {
+        let (_before, ended);
         let _slow = self.slow.lock();
         let mut recordings = self.pools.recordings.read().to_vec();
         let Some(at) = recordings.iter().position(|recording| recording.id == id) else {
             return Err(Error::InvalidArgument(format!("no allocations go to capture pool {id}; begin that first")));
         };
-        let ended = recordings.remove(at);
+        ended = recordings.remove(at);
         if let (true, StreamFilter::Streams(streams)) = (ended.capture, &ended.filter) {
             // Whoever ends the recording before the stream's capture is covered too.
             streams.iter().for_each(|stream| self.pools.note_capturing(*stream));
         }
-        self.pools.set_recordings(recordings);
+        _before = self.pools.set_recordings(recordings);
         Ok(())
     }
 

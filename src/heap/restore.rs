@@ -29,7 +29,9 @@ impl Inner {
         if !segment.private || self.pools.owner(place.segment).is_none_or(|(owner, _)| owner != pool) {
             return Err(refused("the capture pool is gone, or has other memory"));
         }
-        let range = place.unit()..place.unit() + wanted.len;
+        // Units are counted in 32 bits, which a length of the caller's may pass.
+        let end = place.unit().checked_add(wanted.len).ok_or_else(|| refused("the pool has no addresses there"))?;
+        let range = place.unit()..end;
         let claim = self.claim(wanted.stream);
         let holds = |id: &u32| (segment.nodes[*id].start..segment.nodes[*id].end()).contains(&range.start);
         let first = segment.iter().find(holds).ok_or_else(|| refused("the pool has no addresses there"))?;

@@ -201,9 +201,13 @@ impl Inner {
 
     pub(crate) fn unpin(&self, address: u64, bytes: u64) -> Result<()> {
         let range = self.granules_of(address, bytes)?;
-        if self.slow.lock().unpin(&range) {
+        let mut slow = self.slow.lock();
+        // Those of exports end with their imports alone (I13).
+        let of_exports = self.exports.lock().pins_of(&range);
+        if slow.pins_of(&range) > of_exports && slow.unpin(&range) {
             return Ok(());
         }
+        drop(slow);
         let why = format!("unpin of {bytes} bytes at {address:#x}: that range is not pinned");
         Err(Error::InvalidArgument(why))
     }
@@ -237,15 +241,13 @@ impl Inner {
 
     /// Releases everything; blocks that are still live go too. Waits for the device first.
     pub(crate) fn shut_down(&self) {
-        if self.shut.swap(true, Relaxed) {
-            return;
-        }
-        if !self.driver.is_ours() {
-            // Memory and the device's work are the parent's, and locks may be held by threads that are not here.
-            self.driver.leave();
+        // What a forked child gives back would be the parent's, and a lock may be held by a thread that it does not have.
+        if self.shut.swap(true, Relaxed) || !self.driver.is_ours() {
             return;
         }
         self.pools.shut();
+        // Dropped without the lock: what a callback owns may use the heap as it ends.
+        let _callbacks;
         let mut slow = self.slow.lock();
         let backend = self.driver.backend();
         if let Err(error) = backend.quiesce() {
@@ -267,7 +269,7 @@ impl Inner {
         slow.physical.forget_cache();
         self.exports.lock().hang_up();
         // A callback may hold this heap.
-        self.callbacks.lock().clear();
+        _callbacks = std::mem::take(&mut *self.callbacks.lock());
         self.counters.teardown_nanos.fetch_add(self.driver.nanos().total() - before, Relaxed);
         for reservation in self.space.reservations() {
             let unreserve = || self.driver.unreserve(reservation.address, reservation.bytes);

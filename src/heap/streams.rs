@@ -20,12 +20,6 @@ pub(crate) struct Stream {
     pub(crate) waited: u32,
 }
 
-#[derive(Debug, Clone, Copy)]
-enum Entry {
-    Known(Stream),
-    Retired,
-}
-
 /// Segments of one heap.
 pub(crate) const SEGMENTS: u16 = 4096 + FIRST_POOL;
 /// Streams that are known at a time.
@@ -33,8 +27,8 @@ const SLOTS: u16 = 4095;
 
 #[derive(Debug, Default)]
 struct State {
-    /// Sorted by identity.
-    entries: Vec<(u64, Entry)>,
+    /// Those in use, sorted by identity. Of retired ones `known` alone says that they were: there is no end of them.
+    entries: Vec<(u64, Stream)>,
     /// Identities and handles that stand for them for good.
     lasting: Vec<(u64, u64)>,
     next_slot: u16,
@@ -66,11 +60,8 @@ pub(crate) struct Streams {
 const RETIRED: u64 = 1 << 16;
 
 /// A stream as one number: slot, segment, epoch waited for. Never 0.
-fn word(entry: &Entry) -> u64 {
-    match entry {
-        Entry::Known(stream) => u64::from(stream.slot) | u64::from(stream.small) << 16 | u64::from(stream.waited) << 32,
-        Entry::Retired => RETIRED,
-    }
+fn word(stream: &Stream) -> u64 {
+    u64::from(stream.slot) | u64::from(stream.small) << 16 | u64::from(stream.waited) << 32
 }
 
 /// A stream in use, but for its name, as one number: a [`word`] with a slot.
@@ -133,10 +124,10 @@ impl Streams {
     }
 
     /// What is known of a stream is this from now on. Called with `state` locked.
-    fn publish(&self, state: &State, key: u64, entry: &Entry) {
-        self.known.set(key, word(entry));
+    fn publish(&self, state: &State, key: u64, word: u64) {
+        self.known.set(key, word);
         for (_, id) in state.lasting.iter().filter(|lasting| lasting.0 == key) {
-            self.lasting.set(*id, word(entry));
+            self.lasting.set(*id, word);
         }
     }
 
@@ -145,12 +136,8 @@ impl Streams {
         let mut state = self.state.lock();
         let at = match state.entries.binary_search_by_key(&key, |entry| entry.0) {
             // Another thread was faster.
-            Ok(at) => {
-                return match state.entries[at].1 {
-                    Entry::Known(stream) => Ok(stream),
-                    Entry::Retired => Err(dead(id, "it was retired")),
-                };
-            }
+            Ok(at) => return Ok(state.entries[at].1),
+            Err(_) if self.known.get(key) == RETIRED => return Err(dead(id, "it was retired")),
             Err(at) => at,
         };
         let slot = match state.free_slots.pop() {
@@ -170,9 +157,8 @@ impl Streams {
             return Err(dead(id, why));
         };
         let stream = Stream { id, slot, small, waited: 0 };
-        let entry = Entry::Known(stream);
-        state.entries.insert(at, (key, entry));
-        self.publish(&state, key, &entry);
+        state.entries.insert(at, (key, stream));
+        self.publish(&state, key, word(&stream));
         Ok(stream)
     }
 
@@ -180,12 +166,9 @@ impl Streams {
     pub(crate) fn retire(&self, key: u64) -> Option<Stream> {
         let mut state = self.state.lock();
         let at = state.entries.binary_search_by_key(&key, |entry| entry.0).ok()?;
-        let before = std::mem::replace(&mut state.entries[at].1, Entry::Retired);
-        self.publish(&state, key, &Entry::Retired);
-        match before {
-            Entry::Known(stream) => Some(stream),
-            Entry::Retired => None,
-        }
+        let (_, stream) = state.entries.remove(at);
+        self.publish(&state, key, RETIRED);
+        Some(stream)
     }
 
     /// A segment that no stream has, for a capture pool.
@@ -205,30 +188,23 @@ impl Streams {
     pub(crate) fn set_waited(&self, slot: u16, epoch: u32) {
         let mut state = self.state.lock();
         for at in 0..state.entries.len() {
-            if let (key, Entry::Known(stream)) = &mut state.entries[at]
-                && stream.slot == slot
-            {
+            let (key, stream) = &mut state.entries[at];
+            if stream.slot == slot {
                 stream.waited = stream.waited.max(epoch);
-                let (key, entry) = (*key, Entry::Known(*stream));
-                self.publish(&state, key, &entry);
+                let (key, word) = (*key, word(stream));
+                self.publish(&state, key, word);
             }
         }
     }
 
     /// Is more than one stream in use?
     pub(crate) fn are_many(&self) -> bool {
-        let known = |entry: &&(u64, Entry)| matches!(entry.1, Entry::Known(_));
-        self.state.lock().entries.iter().filter(known).nth(1).is_some()
+        self.state.lock().entries.len() > 1
     }
 
     /// Streams in use.
     pub(crate) fn all(&self) -> Vec<Stream> {
-        let state = self.state.lock();
-        state
-            .entries
-            .iter()
-            .filter_map(|(_, entry)| if let Entry::Known(s) = entry { Some(*s) } else { None })
-            .collect()
+        self.state.lock().entries.iter().map(|(_, stream)| *stream).collect()
     }
 }
 
@@ -255,5 +231,18 @@ mod tests {
         assert_eq!(streams.retire(77), Some(Stream { waited: 9, ..stream }));
         assert!(streams.lasting(zero).is_none() && streams.lasting(one).is_none());
         assert!(matches!(streams.get(77, zero), Err(Error::DeadStream { stream: 0, .. })));
+    }
+
+    #[test]
+    fn of_streams_that_were_retired_nothing_is_kept_but_that_they_were() {
+        let streams = Streams::default();
+        for key in 1..=10_000 {
+            let stream = streams.get(key, StreamId(key)).unwrap();
+            assert_eq!((streams.retire(key), streams.retire(key)), (Some(stream), None));
+            streams.reuse(stream);
+            assert!(matches!(streams.get(key, StreamId(key)), Err(Error::DeadStream { .. })));
+        }
+        let state = streams.state.lock();
+        assert_eq!((state.entries.capacity() < 10, state.next_slot), (true, 1), "whoever looks at all looks at few");
     }
 }

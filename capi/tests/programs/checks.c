@@ -47,6 +47,7 @@ static void handles(void) {
   CHECK(xseg_heap_destroy(heap) == XSEG_STALE_HANDLE);
   CHECK(xseg_heap_from_conf("backend:host,limit:64MiB", &second) == XSEG_OK);
   CHECK(second != heap && xseg_tick(heap) == XSEG_STALE_HANDLE && xseg_tick(second) == XSEG_OK);
+  CHECK(xseg_tick((xseg_heap *)((uintptr_t)second | (uintptr_t)1 << 48)) == XSEG_STALE_HANDLE);
   CHECK(xseg_heap_destroy(second) == XSEG_OK);
 }
 
