@@ -1,7 +1,7 @@
 //! Policy of a heap: what `XSEG_CONF` and the builder set.
 #![forbid(unsafe_code)]
 
-use crate::units::{GIB, MIB};
+use crate::units::MIB;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -206,5 +206,3 @@ impl Default for Config {
 
 /// Largest value of `small_limit`: small pools have a list for each length up to it.
 pub(crate) const SMALL_LIMIT_MAX: u64 = MIB;
-/// Largest `reserve` of one heap (addresses are counted in 32 bits of units).
-pub(crate) const RESERVE_MAX: u64 = 2048 * GIB;

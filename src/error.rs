@@ -1,7 +1,6 @@
 //! Errors of the library: each says what happened and what to do.
 
-use crate::config::RESERVE_MAX;
-use crate::units::human;
+use crate::units::{RESERVE_MAX, human};
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;

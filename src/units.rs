@@ -21,6 +21,8 @@ pub const KIB: u64 = 1 << 10;
 pub const MIB: u64 = 1 << 20;
 /// One gibibyte in bytes.
 pub const GIB: u64 = 1 << 30;
+/// Most addresses of one heap in bytes, as they are counted in 32 bits of units, and so the longest block.
+pub(crate) const RESERVE_MAX: u64 = UNIT << 32;
 
 /// Rounds `bytes` up to a multiple of `to`; `None` on overflow. `to` must not be zero.
 #[must_use]

@@ -3,11 +3,11 @@
 
 use super::values::{SIZE_FORM, duration, duration_text, factor, factor_text, share, share_text, size, size_text};
 use crate::config::{
-    BackendChoice, Config, CrossStream, Defrag, Growth, Handles, Peers, RESERVE_MAX, RemapMode, SMALL_LIMIT_MAX,
-    Shrink, SizeOrShare, StreamHandles,
+    BackendChoice, Config, CrossStream, Defrag, Growth, Handles, Peers, RemapMode, SMALL_LIMIT_MAX, Shrink,
+    SizeOrShare, StreamHandles,
 };
 use crate::error::{Error, Result};
-use crate::units::{GIB, GRANULE};
+use crate::units::{GIB, GRANULE, RESERVE_MAX};
 use std::fmt::Write as _;
 use std::time::Duration;
 

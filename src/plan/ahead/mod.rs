@@ -9,8 +9,7 @@ pub(crate) mod matcher;
 mod period;
 mod text;
 
-use crate::config::RESERVE_MAX;
-use crate::units::{MIB, UNIT};
+use crate::units::{MIB, RESERVE_MAX, UNIT};
 use layout::{Arc, Span};
 use std::ops::Range;
 use std::path::PathBuf;
