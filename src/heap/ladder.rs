@@ -188,7 +188,8 @@ impl Inner {
                 self.quiesce_device(slow)?;
                 segment = self.segment(wanted.segment);
             }
-            let (segment, placement, supply) = match self.plan_frugally(slow, segment, wanted, cap)? {
+            let (found, gathers) = self.plan_frugally(slow, segment, wanted, cap)?;
+            let (segment, placement, supply) = match found {
                 Found::Plan(segment, placement, supply) => (segment, placement, supply),
                 // A handle behind free blocks of several streams can move once they are one block.
                 Found::Nothing if self.merge_passed() => continue,
@@ -198,7 +199,13 @@ impl Inner {
                 },
             };
             match self.execute(slow, segment, wanted, &placement, &supply) {
-                Outcome::Done(block) => return Ok(Rung::Served(block)),
+                Outcome::Done(block) => {
+                    // A plan that became stale, or was refused, moved nothing that counts.
+                    if gathers {
+                        slow.gathered = slow.gathered.saturating_add(supply.touched() * GRANULE);
+                    }
+                    return Ok(Rung::Served(block));
+                }
                 Outcome::Stale => {}
                 Outcome::Failed(error) if error.out_of_memory => {
                     cap = slow.physical.reserved();
@@ -210,16 +217,17 @@ impl Inner {
         Ok(Rung::Nothing(refusal))
     }
 
-    /// Finds addresses and memory, where memory only lies scattered without making any beyond a little.
+    /// Finds addresses and memory, where memory only lies scattered without making any beyond a little: true, what the plan moves
+    /// counts against the bound of that rule.
     fn plan_frugally<'a>(
         &'a self,
         slow: &mut Slow,
         segment: SegmentGuard<'a>,
         wanted: &Wanted,
         cap: u64,
-    ) -> Result<Found<'a>> {
+    ) -> Result<(Found<'a>, bool)> {
         let Some(most) = self.scattered_limit(slow, &segment, wanted).filter(|most| *most < cap) else {
-            return self.plan(slow, segment, wanted, cap, self.soft_limit(wanted.bytes));
+            return Ok((self.plan(slow, segment, wanted, cap, self.soft_limit(wanted.bytes))?, false));
         };
         let mut found = self.plan(slow, segment, wanted, most, most)?;
         if matches!(found, Found::Nothing) {
@@ -228,10 +236,8 @@ impl Inner {
         if matches!(found, Found::Nothing) {
             found = self.plan(slow, self.segment(wanted.segment), wanted, cap, most)?;
         }
-        if let Found::Plan(_, _, supply) = &found {
-            slow.gathered = slow.gathered.saturating_add(supply.touched() * GRANULE);
-        }
-        Ok(found)
+        let gathers = matches!(found, Found::Plan(..));
+        Ok((found, gathers))
     }
 
     /// Finds addresses and memory; `cap` bytes may exist, and more than `soft` only where moving does not serve.
