@@ -85,6 +85,10 @@ pub(crate) fn is_current(recorded: Recorded) -> bool {
     RECORDINGS.lock().now.iter().any(|recording| recording.number == recorded.recording)
 }
 
+fn create(path: &str) -> Result<File, Failure> {
+    File::create(path).map_err(|error| unwritten(path, &error))
+}
+
 fn unwritten(path: &str, error: &std::io::Error) -> Failure {
     Failure { status: xseg_status::XSEG_IO, why: format!("the recording {path} cannot be written: {error}") }
 }
@@ -101,6 +105,9 @@ pub unsafe extern "C" fn xseg_record_start(handle: *mut xseg_heap, path: *const 
         let found = heap(handle)?;
         // SAFETY: the caller's.
         let path = unsafe { text(path, "path") }?;
+        // A pipe is opened when somebody reads it: nobody else's allocations wait for that.
+        let pipe = std::fs::metadata(path).is_ok_and(|there| !there.is_file());
+        let opened = if pipe { Some(create(path)?) } else { None };
         {
             let mut recordings = RECORDINGS.lock();
             if recordings.now.iter().any(|recording| recording.heap == handle.addr()) {
@@ -113,7 +120,7 @@ pub unsafe extern "C" fn xseg_record_start(handle: *mut xseg_heap, path: *const 
             {
                 return Err(Failure::argument(format!("{path} is being recorded to already; name another file")));
             }
-            let file = File::create(path).map_err(|error| unwritten(path, &error))?;
+            let file = opened.map_or_else(|| create(path), Ok)?;
             let found_at = file.metadata().map_err(|error| unwritten(path, &error))?;
             let mut out = BufWriter::with_capacity(1 << 18, file);
             let backend = format!("{:?}", found.backend().kind()).to_lowercase();

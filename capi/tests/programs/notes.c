@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <xseg.h>
@@ -55,6 +56,39 @@ static void tags(void) {
   CHECK(xseg_device_free(outer) == XSEG_OK && xseg_device_free(other) == XSEG_OK);
 }
 
+struct piped {
+  xseg_heap *heap;
+  const char *path;
+};
+
+static void *record_to_pipe(void *given) {
+  const struct piped *piped = given;
+  CHECK(xseg_record_start(piped->heap, piped->path) == XSEG_OK);
+  return NULL;
+}
+
+/* Another heap's recording goes to a pipe that nobody reads yet: that holds up nobody else. */
+static void beside_a_pipe(xseg_heap *heap, xseg_heap *second, const char *path) {
+  char name[4096], line[64];
+  void *block = NULL;
+  pthread_t thread;
+  struct piped piped = {second, name};
+  snprintf(name, sizeof name, "%s.pipe", path);
+  unlink(name);
+  CHECK(mkfifo(name, 0600) == 0 && pthread_create(&thread, NULL, record_to_pipe, &piped) == 0);
+  alarm(60);
+  for (int round = 0; round < 200; round++) {
+    CHECK(xseg_alloc(heap, MIB, stream, &block) == XSEG_OK && xseg_free(heap, block) == XSEG_OK);
+    usleep(100);
+  }
+  FILE *reader = fopen(name, "r");
+  CHECK(reader != NULL && pthread_join(thread, NULL) == 0 && xseg_record_stop(second) == XSEG_OK);
+  CHECK(fgets(line, sizeof line, reader) != NULL && strncmp(line, "# recorded by xseg ", 19) == 0);
+  alarm(0);
+  fclose(reader);
+  unlink(name);
+}
+
 static void recordings(const char *path) {
   xseg_heap *heap = NULL, *second = NULL;
   void *early = NULL, *block = NULL, *elsewhere = NULL;
@@ -77,6 +111,11 @@ static void recordings(const char *path) {
   if (child == 0) _exit(xseg_record_stop(heap) == XSEG_INVALID_ARGUMENT && strstr(xseg_last_error(), "forked") != NULL ? 0 : 1);
   CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0);
   CHECK(xseg_record_stop(heap) == XSEG_OK && xseg_record_stop(heap) == XSEG_INVALID_ARGUMENT);
+  char other[4096];
+  snprintf(other, sizeof other, "%s.other", path);
+  CHECK(xseg_record_start(heap, other) == XSEG_OK);
+  beside_a_pipe(heap, second, path);
+  CHECK(xseg_record_stop(heap) == XSEG_OK && unlink(other) == 0);
   CHECK(xseg_free(heap, block) == XSEG_OK && xseg_free(second, elsewhere) == XSEG_OK);
   CHECK(xseg_heap_destroy(heap) == XSEG_OK && xseg_heap_destroy(second) == XSEG_OK);
 }
