@@ -14,12 +14,11 @@
 #include <utility>
 #include <vector>
 
+#include "torch_versions.hpp"
 #include "xseg.h"
 
 namespace xseg_torch {
 
-namespace cca = c10::cuda::CUDACachingAllocator;
-using c10::CachingDeviceAllocator::TraceEntry;
 using c10::cuda::MempoolId_t;
 
 // Devices of one process, as in the library.
@@ -36,8 +35,7 @@ class History {
     context_ = context;
     most_ = std::max<size_t>(entries, 1);
     when_ = when;
-    skipped_.clear();
-    for (const auto& action : skipped) skipped_.push_back(c10::CachingDeviceAllocator::parseTraceEntryAction(action));
+    skipped_ = actions(skipped);
     if (clear || !on) {
       for (auto& trace : traces_) trace.clear();
       blocks_.clear();
@@ -103,7 +101,7 @@ class History {
     if (!on() || std::find(skipped_.begin(), skipped_.end(), action) != skipped_.end()) return;
     auto& trace = traces_[device];
     if (trace.size() >= most_) trace.pop_front();
-    trace.emplace_back(action, static_cast<c10::DeviceIndex>(device), address, bytes, stream, MempoolId_t{0, 0},
+    trace.emplace_back(action, static_cast<c10::DeviceIndex>(device), address, bytes, static_cast<cudaStream_t>(stream), MempoolId_t{0, 0},
                        c10::getApproximateTime(), std::move(context));
     if (tag != nullptr) name(trace.back(), tag);
   }

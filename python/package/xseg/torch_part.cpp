@@ -26,13 +26,13 @@
 #include "torch_pools.hpp"
 #include "torch_snapshot.hpp"
 #include "torch_stats.hpp"
+#include "torch_versions.hpp"
 #include "xseg.h"
 
 namespace {
 
 namespace cca = c10::cuda::CUDACachingAllocator;
 using c10::CachingDeviceAllocator::DeviceStats;
-using c10::CachingDeviceAllocator::TraceEntry;
 using c10::cuda::MempoolId_t;
 using torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
 using xseg_torch::check;
@@ -42,6 +42,7 @@ using xseg_torch::heap_of;
 using xseg_torch::History;
 using xseg_torch::kDevices;
 using xseg_torch::OwnPools;
+using xseg_torch::TraceEntry;
 using xseg_torch::used;
 
 // What the pools with an allocator of their own need of PyTorch.
@@ -105,11 +106,11 @@ class Allocator final : public CUDAPluggableAllocator {
   double getMemoryFraction(c10::DeviceIndex device) override {
     std::lock_guard<std::mutex> lock(budget_mutex_);
     const auto limit = static_cast<double>(limit_of(device)) + static_cast<double>(in_pools_[device]);
-    return limit / static_cast<double>(getMemoryInfo(device).second);
+    return limit / static_cast<double>(xseg_torch::memory_of(device).second);
   }
   void setMemoryFraction(double fraction, c10::DeviceIndex device) override {
     TORCH_CHECK_VALUE(0 <= fraction && fraction <= 1, "a memory fraction is 0 to 1, not ", fraction);
-    const auto bytes = static_cast<uint64_t>(fraction * static_cast<double>(getMemoryInfo(device).second));
+    const auto bytes = static_cast<uint64_t>(fraction * static_cast<double>(xseg_torch::memory_of(device).second));
     std::lock_guard<std::mutex> lock(budget_mutex_);
     check(xseg_set_limit(heap_of(device), bytes - std::min(bytes, in_pools_[device]), nullptr), "set the limit");
   }
@@ -132,7 +133,7 @@ class Allocator final : public CUDAPluggableAllocator {
   void cacheInfo(c10::DeviceIndex device, size_t* largest) override {
     const auto now = figures(device).now;
     const size_t room = now.limit > now.reserved ? now.limit - now.reserved : 0;
-    *largest = std::max({*largest, static_cast<size_t>(now.largest_free), std::min(room, getMemoryInfo(device).first)});
+    *largest = std::max({*largest, static_cast<size_t>(now.largest_free), std::min(room, xseg_torch::memory_of(device).first)});
   }
   void* getBaseAllocation(void* block, size_t* bytes) override {
     const size_t own = own_pools.any() ? own_pools.size(block) : 0;
@@ -155,14 +156,20 @@ class Allocator final : public CUDAPluggableAllocator {
     if (used(device)) check(xseg_reset_peaks(heap_of(device)), "reset the peaks");
   }
 
+#if XSEG_TORCH_SINCE(2, 11)
   cca::SnapshotInfo snapshot(MempoolId_t pool, bool traces) override {
     return xseg_torch::snapshot(pool, traces, history, own_pools);
   }
-
   void recordHistory(bool on, cca::CreateContextFn context, size_t entries, cca::RecordContext when, bool clear,
                      const std::vector<std::string>& skipped) override {
     history.set(on, context, entries, when, clear, skipped);
   }
+#else
+  cca::SnapshotInfo snapshot(MempoolId_t pool) override { return xseg_torch::snapshot(pool, true, history, own_pools); }
+  void recordHistory(bool on, cca::CreateContextFn context, size_t entries, cca::RecordContext when, bool clear) override {
+    history.set(on, context, entries, when, clear, {});
+  }
+#endif
   bool isHistoryEnabled() override { return history.on(); }
   void attachOutOfMemoryObserver(cca::OutOfMemoryObserver observer) override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -219,7 +226,13 @@ class Allocator final : public CUDAPluggableAllocator {
       TORCH_WARN("xseg could not release a pool: ", xseg_last_error());
     }
   }
+#if XSEG_TORCH_SINCE(2, 11)
   void createOrIncrefPool(c10::DeviceIndex device, MempoolId_t pool, std::shared_ptr<CUDAAllocator> other) override {
+#else
+  // The pool's owner keeps the allocator for as long as the pool.
+  void createOrIncrefPool(c10::DeviceIndex device, MempoolId_t pool, CUDAAllocator* given) override {
+    std::shared_ptr<CUDAAllocator> other(std::shared_ptr<void>(), given);
+#endif
     if (other != nullptr && other.get() != this) return own_pools.make(device, {pool.first, pool.second}, xseg_torch::source(std::move(other)));
     if (own_pools.knows(device, {pool.first, pool.second})) return own_pools.retain(device, {pool.first, pool.second});
     check(xseg_retain_capture(heap_of(device), {pool.first, pool.second}), "make a pool");
@@ -231,13 +244,21 @@ class Allocator final : public CUDAPluggableAllocator {
     return static_cast<int>(uses);
   }
 
+#if XSEG_TORCH_SINCE(2, 11)
   // The end of every pool sets this to false.
   void setUseOnOOM(c10::DeviceIndex, MempoolId_t, bool wanted) override {
     TORCH_CHECK(!wanted, "torch.cuda.MemPool(use_on_oom=True) does not work on xseg; leave it out");
   }
+#else
+  void setUseOnOOM(c10::DeviceIndex, MempoolId_t) override {
+    TORCH_CHECK(false, "torch.cuda.MemPool(use_on_oom=True) does not work on xseg; leave it out");
+  }
+#endif
+#if XSEG_TORCH_SINCE(2, 10)
   void setNoSplit(c10::DeviceIndex, MempoolId_t) override {
     TORCH_CHECK(false, "torch.cuda.MemPool(no_split=True) does not work on xseg; leave it out");
   }
+#endif
 
   bool checkPoolLiveAllocations(c10::DeviceIndex device, MempoolId_t pool, const std::unordered_set<void*>& expected) override {
     return xseg_torch::are_live(device, pool, expected);
@@ -267,7 +288,7 @@ class Allocator final : public CUDAPluggableAllocator {
       told = observers_;
     }
     if (told.empty() && !history.on()) return;
-    const auto memory = getMemoryInfo(static_cast<c10::DeviceIndex>(device));
+    const auto memory = xseg_torch::memory_of(static_cast<c10::DeviceIndex>(device));
     history.note(TraceEntry::OOM, device, memory.first, bytes, nullptr);
     for (const auto& observer : told) observer(device, bytes, memory.second, memory.first);
   }
@@ -324,7 +345,7 @@ OwnPools::Outside outside() {
       [](bool made, const OwnPools::Range& range) {
         allocator()->tell_trackers(TraceEntry(made ? TraceEntry::SEGMENT_ALLOC : TraceEntry::SEGMENT_FREE,
                                               static_cast<c10::DeviceIndex>(range.device), reinterpret_cast<size_t>(range.address),
-                                              range.bytes, range.stream, MempoolId_t{range.pool.first, range.pool.second},
+                                              range.bytes, static_cast<cudaStream_t>(range.stream), MempoolId_t{range.pool.first, range.pool.second},
                                               c10::getApproximateTime()));
       },
       [](int device, int64_t bytes) { return allocator()->pools_grow(device, bytes); },

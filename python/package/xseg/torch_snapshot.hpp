@@ -12,12 +12,10 @@
 #include "torch_heap.hpp"
 #include "torch_history.hpp"
 #include "torch_pools.hpp"
+#include "torch_versions.hpp"
 #include "xseg.h"
 
 namespace xseg_torch {
-
-using c10::CachingDeviceAllocator::BlockInfo;
-using c10::CachingDeviceAllocator::SegmentInfo;
 
 inline cca::SnapshotInfo snapshot(MempoolId_t pool, bool traces, History& history, OwnPools& own_pools) {
   cca::SnapshotInfo found;
@@ -66,9 +64,9 @@ inline cca::SnapshotInfo snapshot(MempoolId_t pool, bool traces, History& histor
   for (const auto& range : own_pools.ranges({pool.first, pool.second})) {
     SegmentInfo segment;
     segment.device = static_cast<c10::DeviceIndex>(range.device);
-    segment.registration_counter = range.order;
+    set_order(segment, range.order);
     segment.address = reinterpret_cast<size_t>(range.address);
-    segment.stream = range.stream;
+    segment.stream = static_cast<cudaStream_t>(range.stream);
     segment.is_large = true;
     segment.owner_private_pool_id = MempoolId_t{range.pool.first, range.pool.second};
     segment.total_size = range.bytes;
