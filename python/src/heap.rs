@@ -6,6 +6,7 @@ use crate::number;
 use crate::share::{Export, Imported, descriptor};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use xseg::backend::BackendKind;
 use xseg::{Allocation, PoolId, StreamFilter, StreamId};
@@ -60,7 +61,13 @@ impl Heap {
         let heap = self.ours()?;
         let found = py.detach(|| heap.alloc(bytes, StreamId(stream))).map_err(raise)?;
         let kind = self.heap.backend().kind();
-        Ok(Block { address: found.address(), bytes, stream, kind, found: std::sync::Mutex::new(Some(Arc::new(found))) })
+        Ok(Block {
+            address: found.address(),
+            bytes,
+            stream,
+            kind,
+            found: std::sync::Mutex::new(Some(Arc::new(Owned::new(found)))),
+        })
     }
 
     /// As `alloc`, for a bare address that `free` frees.
@@ -237,6 +244,28 @@ impl Heap {
     }
 }
 
+/// A block that a forked child only forgets: to free its copy may wait for a thread that only the parent has.
+#[derive(Debug)]
+struct Owned {
+    found: ManuallyDrop<Allocation>,
+    process: u32,
+}
+
+impl Owned {
+    fn new(found: Allocation) -> Self {
+        Self { found: ManuallyDrop::new(found), process: std::process::id() }
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        if self.process == std::process::id() {
+            // SAFETY: nobody uses it after this.
+            unsafe { ManuallyDrop::drop(&mut self.found) };
+        }
+    }
+}
+
 /// A block of a heap's memory.
 ///
 /// On a GPU it has `__cuda_array_interface__`, as bytes, so that `torch.as_tensor(block)` or `cupy.asarray(block)` look at it.
@@ -248,7 +277,7 @@ pub(crate) struct Block {
     stream: u64,
     kind: BackendKind,
     /// Views hold it, too.
-    found: std::sync::Mutex<Option<Arc<Allocation>>>,
+    found: std::sync::Mutex<Option<Arc<Owned>>>,
 }
 
 fn closed() -> PyErr {
@@ -258,7 +287,7 @@ fn closed() -> PyErr {
 impl Block {
     fn live<T>(&self, use_it: impl FnOnce(&Allocation) -> T) -> PyResult<T> {
         let found = self.found.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        found.as_deref().map(use_it).ok_or_else(closed)
+        found.as_deref().map(|owned| use_it(&owned.found)).ok_or_else(closed)
     }
 
     fn range(&self) -> Range {
