@@ -303,7 +303,7 @@ uint32_t xseg_version(void);
 const char *xseg_version_string(void);
 
 // Adds a function that may free memory before an out-of-memory error. When it says that it did, the request is tried again, and
-// the function called again while less and less is live.
+// the function called again while less and less is live; for what is larger than the limit once.
 //
 // What the caller promises:
 // Any thread may call `callback` with `user` until the heap is destroyed.

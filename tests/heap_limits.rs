@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use support::{MS, Random, S1, S2, out_of_memory, sim, sim_with};
+use xseg::backend::EventScope;
 use xseg::backend::host::{HostBackend, HostOptions};
 use xseg::backend::sim::SimOptions;
 use xseg::backend::timeline::Timeline;
@@ -283,6 +284,39 @@ fn a_callback_that_frees_nothing_is_asked_once() {
     lab.heap.on_out_of_memory(Box::new(move |_| counter.fetch_add(1, Relaxed) < 1000));
     out_of_memory(lab.heap.alloc(8 * MIB, S1));
     assert_eq!(calls.load(Relaxed), 1, "nothing less is live after it");
+}
+
+#[test]
+fn callbacks_are_asked_once_for_what_is_larger_than_the_limit() {
+    let lab = sim("limit:64MiB");
+    let cache = Arc::new(Mutex::new((0..3).map(|_| lab.alloc(4 * MIB, S1)).collect::<Vec<_>>()));
+    let held = cache.clone();
+    lab.heap.on_out_of_memory(Box::new(move |_| held.lock().unwrap().pop().is_some()));
+    out_of_memory(lab.heap.alloc(65 * MIB, S1));
+    assert_eq!(cache.lock().unwrap().len(), 2, "what they free more is of no use");
+    lab.heap.shut_down();
+}
+
+#[test]
+fn while_there_is_no_room_callbacks_are_asked_without_a_look_for_it() {
+    let lab = sim("limit:64MiB");
+    let cache = Arc::new(Mutex::new((0..15).map(|_| lab.alloc(4 * MIB, S1)).collect::<Vec<_>>()));
+    let held = cache.clone();
+    lab.heap.on_out_of_memory(Box::new(move |_| held.lock().unwrap().pop().is_some()));
+    // Each look records an event, where anything was freed since the last one.
+    let events = || {
+        let event = lab.heap.backend().record(EventScope::Context).unwrap();
+        let number = event.0;
+        lab.heap.backend().recycle(event);
+        number
+    };
+    let before = events();
+    let block = lab.alloc(50 * MIB, S1);
+    let recorded = events() - before - 1;
+    assert_eq!(cache.lock().unwrap().len(), 3);
+    assert!(recorded <= 2, "{recorded} looks, of which one finds it");
+    drop(block);
+    lab.heap.shut_down();
 }
 
 #[test]

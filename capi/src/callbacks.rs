@@ -80,7 +80,7 @@ pub(crate) fn mapping(callback: xseg_mapping_callback, user: *mut c_void) -> Opt
 }
 
 /// Adds a function that may free memory before an out-of-memory error. When it says that it did, the request is tried again, and
-/// the function called again while less and less is live.
+/// the function called again while less and less is live; for what is larger than the limit once.
 ///
 /// # Safety
 /// Any thread may call `callback` with `user` until the heap is destroyed.

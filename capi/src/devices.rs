@@ -240,6 +240,8 @@ pub unsafe extern "C" fn xseg_device_block(
     size: *mut u64,
 ) -> xseg_status {
     guard(|| {
+        // Before any lock, which may be that of a thread that a child does not have: PyTorch asks at each free under a history.
+        forked()?;
         let address = block.addr() as u64;
         let found = devices().find_map(|(number, device)| Some((number, device.heap.block_size(address).ok()?)));
         let Some((number, sizes)) = found else {

@@ -2,7 +2,8 @@
 
 use crate::record;
 use crate::status::{Failure, guard, xseg_status};
-use parking_lot::RwLock;
+use parking_lot::lock_api::RawRwLock as _;
+use parking_lot::{RawRwLock, RwLock};
 use std::marker::{PhantomData, PhantomPinned};
 use std::sync::Once;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -30,8 +31,22 @@ struct Slot {
 /// Forks from the process that made the first heap to this one.
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
+/// No other thread is inside while the child's copy is made: there nobody would let go of it.
+extern "C" fn before_fork() {
+    std::mem::forget(SLOTS.write());
+}
+
+extern "C" fn in_parent() {
+    // SAFETY: `before_fork` took it, on this thread.
+    unsafe { SLOTS.force_unlock_write() };
+}
+
 extern "C" fn in_child() {
     FORKS.fetch_add(1, Relaxed);
+    // SAFETY: no guard is there but the one that `before_fork` forgot.
+    let raw = std::ptr::from_ref(unsafe { SLOTS.raw() }).cast_mut();
+    // SAFETY: the child has one thread, and a lock is made of atomics. As new: to let go of it would wake threads of the parent's.
+    unsafe { raw.write(RawRwLock::INIT) };
 }
 
 static SLOTS: RwLock<Vec<Slot>> = RwLock::new(Vec::new());
@@ -46,8 +61,8 @@ fn name(slot: usize, filled: u32) -> *mut xseg_heap {
 pub(crate) fn enter(heap: Heap, shared: bool) -> Result<*mut xseg_heap, Failure> {
     static WATCH: Once = Once::new();
     WATCH.call_once(|| {
-        // SAFETY: the function only changes an atomic, which is allowed after a fork.
-        let _ = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        // SAFETY: in the child the function only changes atomics.
+        let _ = unsafe { libc::pthread_atfork(Some(before_fork), Some(in_parent), Some(in_child)) };
     });
     let mut slots = SLOTS.write();
     let at = match slots.iter().position(|slot| slot.heap.is_none()) {
@@ -106,9 +121,14 @@ pub extern "C" fn xseg_heap_destroy(handle: *mut xseg_heap) -> xseg_status {
             if slot.as_ref().is_some_and(|slot| slot.shared) {
                 return Err(Failure::argument("a device's heap lives as long as the process"));
             }
-            slot.and_then(|slot| slot.heap.take())
+            slot.and_then(|slot| Some((slot.heap.take()?, slot.forks)))
         };
-        taken.ok_or_else(|| stale(handle))?.shut_down();
+        let (heap, forks) = taken.ok_or_else(|| stale(handle))?;
+        // A forked child only drops its copy: a recording, too, is the parent's to end.
+        if forks != FORKS.load(Relaxed) {
+            return Ok(());
+        }
+        heap.shut_down();
         record::end(handle)
     })
 }

@@ -167,15 +167,7 @@ pub extern "C" fn xseg_record_stop(handle: *mut xseg_heap) -> xseg_status {
 
 /// Ends the recording of a heap that is no more, if there is one.
 pub(crate) fn end(handle: *const xseg_heap) -> Result<(), Failure> {
-    match taken(handle) {
-        // A child only drops its copy.
-        Some(ended) if ended.process != std::process::id() => {
-            let _ = ended.out.into_parts();
-            Ok(())
-        }
-        Some(ended) => finish(ended),
-        None => Ok(()),
-    }
+    taken(handle).map_or(Ok(()), finish)
 }
 
 fn taken(handle: *const xseg_heap) -> Option<Recording> {

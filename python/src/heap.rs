@@ -6,6 +6,7 @@ use crate::number;
 use crate::share::{Export, Imported, descriptor};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use xseg::backend::BackendKind;
 use xseg::{Allocation, PoolId, StreamFilter, StreamId};
@@ -21,7 +22,7 @@ use xseg::{Allocation, PoolId, StreamFilter, StreamId};
 #[derive(Debug)]
 pub(crate) struct Heap {
     heap: xseg::Heap,
-    /// A child that was forked off gets nothing.
+    /// A child that was forked off gets nothing: it would wait for locks of threads that it does not have.
     process: u32,
 }
 
@@ -60,7 +61,13 @@ impl Heap {
         let heap = self.ours()?;
         let found = py.detach(|| heap.alloc(bytes, StreamId(stream))).map_err(raise)?;
         let kind = self.heap.backend().kind();
-        Ok(Block { address: found.address(), bytes, stream, kind, found: std::sync::Mutex::new(Some(Arc::new(found))) })
+        Ok(Block {
+            address: found.address(),
+            bytes,
+            stream,
+            kind,
+            found: std::sync::Mutex::new(Some(Arc::new(Owned::new(found)))),
+        })
     }
 
     /// As `alloc`, for a bare address that `free` frees.
@@ -77,25 +84,27 @@ impl Heap {
 
     /// Free a block of `alloc_raw` by its address. Never waits. Raises PointerError.
     fn free(&self, #[pyo3(from_py_with = number::address)] address: u64) -> PyResult<()> {
-        self.heap.free_raw(address).map_err(raise)
+        self.ours()?.free_raw(address).map_err(raise)
     }
 
     /// Export the block at `address` for one import by another process; see `Block.export`.
     fn export(&self, #[pyo3(from_py_with = number::address)] address: u64) -> PyResult<Export> {
-        Ok(Export::new(self.heap.export(address).map_err(raise)?))
+        Ok(Export::new(self.ours()?.export(address).map_err(raise)?))
     }
 
     /// Map the block of an `Export` of another process, which is closed by it. Raises ShareError.
     fn import_(&self, py: Python<'_>, export: &Export) -> PyResult<Imported> {
+        let heap = self.ours()?;
         let export = export.take()?;
-        let imported = py.detach(|| self.heap.import(export)).map_err(raise)?;
+        let imported = py.detach(|| heap.import(export)).map_err(raise)?;
         Ok(Imported::new(imported, self.heap.backend().kind()))
     }
 
     /// Map the block that another process sends over a Unix socket by `Export.send`; waits 10 s at most. Raises ShareError.
     fn receive(&self, py: Python<'_>, socket: &Bound<'_, PyAny>) -> PyResult<Imported> {
+        let heap = self.ours()?;
         let socket = descriptor(socket)?;
-        let imported = py.detach(|| self.heap.receive(socket)).map_err(raise)?;
+        let imported = py.detach(|| heap.receive(socket)).map_err(raise)?;
         Ok(Imported::new(imported, self.heap.backend().kind()))
     }
 
@@ -105,27 +114,30 @@ impl Heap {
         #[pyo3(from_py_with = number::address)] address: u64,
         #[pyo3(from_py_with = number::stream)] stream: u64,
     ) -> PyResult<()> {
-        self.heap.record_use(address, StreamId(stream)).map_err(raise)
+        self.ours()?.record_use(address, StreamId(stream)).map_err(raise)
     }
 
     /// The bytes that were asked for and those that the block at `address` takes up.
     fn block_size(&self, #[pyo3(from_py_with = number::address)] address: u64) -> PyResult<(u64, u64)> {
-        self.heap.block_size(address).map_err(raise)
+        self.ours()?.block_size(address).map_err(raise)
     }
 
     /// Give idle memory back to the driver; returns the bytes.
-    fn trim(&self, py: Python<'_>) -> u64 {
-        py.detach(|| self.heap.trim().released)
+    fn trim(&self, py: Python<'_>) -> PyResult<u64> {
+        let heap = self.ours()?;
+        Ok(py.detach(|| heap.trim().released))
     }
 
     /// Do deferred work; never waits for the device.
-    fn tick(&self, py: Python<'_>) {
-        py.detach(|| self.heap.tick());
+    fn tick(&self, py: Python<'_>) -> PyResult<()> {
+        let heap = self.ours()?;
+        py.detach(|| heap.tick());
+        Ok(())
     }
 
     /// `stream` is going to be destroyed: what it freed belongs to all when its work has passed.
     fn retire_stream(&self, #[pyo3(from_py_with = number::stream)] stream: u64) -> PyResult<()> {
-        self.heap.retire_stream(StreamId(stream)).map_err(raise)
+        self.ours()?.retire_stream(StreamId(stream)).map_err(raise)
     }
 
     /// Keep the memory behind a range where it is until `unpin`.
@@ -134,7 +146,7 @@ impl Heap {
         #[pyo3(from_py_with = number::address)] address: u64,
         #[pyo3(from_py_with = number::bytes)] bytes: u64,
     ) -> PyResult<()> {
-        self.heap.pin(address, bytes).map_err(raise)
+        self.ours()?.pin(address, bytes).map_err(raise)
     }
 
     /// End one `pin` of the same range.
@@ -143,7 +155,7 @@ impl Heap {
         #[pyo3(from_py_with = number::address)] address: u64,
         #[pyo3(from_py_with = number::bytes)] bytes: u64,
     ) -> PyResult<()> {
-        self.heap.unpin(address, bytes).map_err(raise)
+        self.ours()?.unpin(address, bytes).map_err(raise)
     }
 
     /// Allocations of `streams` (None: of all) come from the capture pool `pool`, a pair of numbers, until `end_capture`.
@@ -156,17 +168,18 @@ impl Heap {
     ) -> PyResult<()> {
         let filter = streams
             .map_or(StreamFilter::All, |streams| StreamFilter::Streams(streams.into_iter().map(StreamId).collect()));
-        py.detach(|| self.heap.begin_capture(PoolId(pool.0, pool.1), filter)).map_err(raise)
+        let heap = self.ours()?;
+        py.detach(|| heap.begin_capture(PoolId(pool.0, pool.1), filter)).map_err(raise)
     }
 
     /// End the recording of a pool; the pool stays.
     fn end_capture(&self, #[pyo3(from_py_with = number::pool)] pool: (u64, u64)) -> PyResult<()> {
-        self.heap.end_capture(PoolId(pool.0, pool.1)).map_err(raise)
+        self.ours()?.end_capture(PoolId(pool.0, pool.1)).map_err(raise)
     }
 
     /// End one use of a pool, as when a graph is destroyed.
     fn release_capture(&self, #[pyo3(from_py_with = number::pool)] pool: (u64, u64)) -> PyResult<()> {
-        self.heap.release_capture(PoolId(pool.0, pool.1)).map_err(raise)
+        self.ours()?.release_capture(PoolId(pool.0, pool.1)).map_err(raise)
     }
 
     /// Call `callback(bytes)` before an out-of-memory error; when it returns a true value, the request is tried again.
@@ -176,7 +189,7 @@ impl Heap {
             return Err(number::unlike(callback, "callback", "a function of the number of bytes"));
         }
         let callback = callback.clone().unbind();
-        self.heap.on_out_of_memory(Box::new(move |bytes| {
+        self.ours()?.on_out_of_memory(Box::new(move |bytes| {
             Python::attach(|py| {
                 let called = callback.call1(py, (bytes,)).and_then(|said| said.is_truthy(py));
                 called.unwrap_or_else(|error| {
@@ -190,7 +203,8 @@ impl Heap {
 
     /// What the heap did and holds: bytes and counts by name.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = py.detach(|| self.heap.stats());
+        let heap = self.ours()?;
+        let stats = py.detach(|| heap.stats());
         let named = PyDict::new(py);
         for (name, value) in xseg_capi::named_statistics(&stats) {
             named.set_item(name, value)?;
@@ -199,13 +213,15 @@ impl Heap {
     }
 
     /// Set the peaks to the present values.
-    fn reset_peaks(&self) {
-        self.heap.reset_peaks();
+    fn reset_peaks(&self) -> PyResult<()> {
+        self.ours()?.reset_peaks();
+        Ok(())
     }
 
     /// Check the heap's own books, for tests and bug reports; raises AssertionError.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.heap.check()).map_err(pyo3::exceptions::PyAssertionError::new_err)
+        let heap = self.ours()?;
+        py.detach(|| heap.check()).map_err(pyo3::exceptions::PyAssertionError::new_err)
     }
 
     /// Most physical memory that may exist, in bytes; None: no bound.
@@ -216,8 +232,9 @@ impl Heap {
 
     /// Set the limit in bytes; None: no bound. Returns what exists afterwards.
     #[pyo3(signature = (bytes))]
-    fn set_limit(&self, py: Python<'_>, #[pyo3(from_py_with = number::limit)] bytes: Option<u64>) -> u64 {
-        py.detach(|| self.heap.set_limit(bytes.unwrap_or(u64::MAX)))
+    fn set_limit(&self, py: Python<'_>, #[pyo3(from_py_with = number::limit)] bytes: Option<u64>) -> PyResult<u64> {
+        let heap = self.ours()?;
+        Ok(py.detach(|| heap.set_limit(bytes.unwrap_or(u64::MAX))))
     }
 
     /// "cuda", "host" or "sim".
@@ -237,6 +254,28 @@ impl Heap {
     }
 }
 
+/// A block that a forked child only forgets: to free its copy may wait for a thread that only the parent has.
+#[derive(Debug)]
+struct Owned {
+    found: ManuallyDrop<Allocation>,
+    process: u32,
+}
+
+impl Owned {
+    fn new(found: Allocation) -> Self {
+        Self { found: ManuallyDrop::new(found), process: std::process::id() }
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        if self.process == std::process::id() {
+            // SAFETY: nobody uses it after this.
+            unsafe { ManuallyDrop::drop(&mut self.found) };
+        }
+    }
+}
+
 /// A block of a heap's memory.
 ///
 /// On a GPU it has `__cuda_array_interface__`, as bytes, so that `torch.as_tensor(block)` or `cupy.asarray(block)` look at it.
@@ -248,7 +287,7 @@ pub(crate) struct Block {
     stream: u64,
     kind: BackendKind,
     /// Views hold it, too.
-    found: std::sync::Mutex<Option<Arc<Allocation>>>,
+    found: std::sync::Mutex<Option<Arc<Owned>>>,
 }
 
 fn closed() -> PyErr {
@@ -258,7 +297,7 @@ fn closed() -> PyErr {
 impl Block {
     fn live<T>(&self, use_it: impl FnOnce(&Allocation) -> T) -> PyResult<T> {
         let found = self.found.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        found.as_deref().map(use_it).ok_or_else(closed)
+        found.as_deref().map(|owned| use_it(&owned.found)).ok_or_else(closed)
     }
 
     fn range(&self) -> Range {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 
 import pytest
 import xseg
@@ -35,7 +37,7 @@ def test_what_a_child_drops_stays_with_the_parent() -> None:
     def drop_all() -> None:
         for block in blocks:
             block.close()
-        assert held.pop().trim() == 0
+        held.clear()
         nonlocal heap
         del heap
 
@@ -48,8 +50,22 @@ def test_what_a_child_drops_stays_with_the_parent() -> None:
 def test_a_child_gets_nothing_of_the_parents_heap() -> None:
     heap = xseg.Heap("backend:host,limit:128MiB")
     heap.alloc(8 * MIB).close()
+    address = heap.alloc_raw(4096)
 
     def try_all() -> None:
+        for refused in (
+            lambda: heap.free(address),
+            lambda: heap.block_size(address),
+            lambda: heap.pin(address, 1),
+            lambda: heap.set_limit(None),
+            lambda: heap.begin_capture((1, 1)),
+            heap.trim,
+            heap.tick,
+            heap.stats,
+            heap.check,
+        ):
+            with pytest.raises(xseg.Error, match="make a heap of this process's own"):
+                refused()
         for bytes_wanted in (4096, 8 * MIB, 64 * MIB):
             for call in (heap.alloc, heap.alloc_raw):
                 with pytest.raises(xseg.Error, match="make a heap of this process's own"):
@@ -62,4 +78,35 @@ def test_a_child_gets_nothing_of_the_parents_heap() -> None:
     assert child(try_all) == 0
     with heap.alloc(8 * MIB) as block:
         assert block.view()[0] == 0
+    heap.check()
+
+
+def test_a_child_drops_blocks_while_the_parents_threads_allocate() -> None:
+    heap = xseg.Heap("backend:host,limit:512MiB")
+    blocks = [heap.alloc(size) for size in (600, 4096, 3 * MIB, 40 * MIB)]
+    views = [heap.alloc(size).view() for size in (600, 3 * MIB)]
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            for size in (600, MIB, 3 * MIB):
+                heap.alloc(size).close()
+            heap.trim()
+
+    def drop_all() -> None:
+        # Ends the child where it waits for a lock that one of those threads had.
+        signal.alarm(10)
+        views.clear()
+        for block in blocks:
+            block.close()
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert all(child(drop_all) == 0 for _ in range(60))
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
     heap.check()

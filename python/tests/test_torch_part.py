@@ -292,6 +292,29 @@ except RuntimeError as error:
     )
 
 
+def test_a_forked_child_destroys_copies_of_pools_and_blocks(modes: list[str]) -> None:
+    said = run(
+        "full",
+        """
+import os
+pool = (0, 77)
+torch._C._cuda_beginAllocateCurrentThreadToPool(0, pool)
+block = alloc(MIB)
+torch._C._cuda_endAllocateToPool(0, pool)
+child = os.fork()
+if child == 0:
+    torch._C._cuda_cudaCachingAllocator_raw_delete(block.value)
+    torch._C._cuda_releasePool(0, pool)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+torch._C._cuda_cudaCachingAllocator_raw_delete(block.value)
+torch._C._cuda_releasePool(0, pool)
+print(torch._C._cuda_memoryStats(0)["allocated_bytes"]["all"]["current"])
+""",
+    )
+    assert said.split() == ["0"], said
+
+
 def test_graph_trees_without_the_part_say_what_to_do(modes: list[str]) -> None:
     run(
         "plain",

@@ -95,14 +95,8 @@ impl Inner {
                     continue;
                 }
             }
-            let live = self.live();
-            if live < asked {
-                // Again for as long as they free anything: a client need not know how much is enough.
-                let freed = self.out_of_memory_callbacks(wanted.bytes);
-                asked = if freed { live } else { 0 };
-                if freed {
-                    continue;
-                }
+            if self.ask_clients(wanted.bytes, &mut asked) {
+                continue;
             }
             // The backend's clock alone, so that a run on a virtual clock repeats whatever the machine does.
             let elapsed = self.driver.backend().now().saturating_sub(clock);

@@ -53,8 +53,28 @@ fn waits(backend: &dyn Backend, events: &[Event], slice: Duration) -> Result<(),
 }
 
 impl Inner {
+    /// Asks the client's functions for as long as they free anything, since none need know how much is enough: did they free any?
+    /// `asked` is what was live when they were last asked; they are asked again below that.
+    pub(super) fn ask_clients(&self, bytes: u64, asked: &mut u64) -> bool {
+        let mut freed = false;
+        loop {
+            let (live, first) = (self.live(), *asked == u64::MAX);
+            // No freeing makes room for what is larger than the limit.
+            if live >= *asked || !(first || bytes <= self.limit.load(Relaxed)) {
+                return freed;
+            }
+            let more = self.out_of_memory_callbacks(bytes);
+            *asked = if more { live } else { 0 };
+            freed |= more;
+            // A look for room is long where many blocks are free, and in vain while the limit has none.
+            if !more || self.live().saturating_add(bytes) <= self.limit.load(Relaxed) {
+                return freed;
+            }
+        }
+    }
+
     /// Asks the client's functions to free memory; no lock is held. Not for what such a function asks for itself.
-    pub(super) fn out_of_memory_callbacks(&self, bytes: u64) -> bool {
+    fn out_of_memory_callbacks(&self, bytes: u64) -> bool {
         let callbacks = self.callbacks.lock().clone();
         if callbacks.is_empty() {
             return false;

@@ -244,8 +244,8 @@ impl Heap {
     }
 
     /// Adds a function that is called, without any lock held, before an out-of-memory error. It may
-    /// free blocks; when it says that it did, the request is tried again, and the function called again while less and less is live.
-    /// A request that it makes itself calls none.
+    /// free blocks; when it says that it did, the request is tried again, and the function called again while less and less is live
+    /// (for what is larger than the limit once). A request that it makes itself calls none.
     pub fn on_out_of_memory(&self, callback: OutOfMemoryCallback) {
         self.inner.callbacks.lock().push(Arc::from(callback));
     }

@@ -221,8 +221,9 @@ class Allocator final : public CUDAPluggableAllocator {
   }
   void releasePool(c10::DeviceIndex device, MempoolId_t pool) override {
     if (own_pools.knows(device, {pool.first, pool.second})) return own_pools.release(device, {pool.first, pool.second});
-    // Called by destructors, which an exception would end the process in.
-    if (xseg_release_capture(heap_of(device), {pool.first, pool.second}) != XSEG_OK) {
+    // Called by destructors, which an exception would end the process in; a forked child, too, destroys what it has copies of.
+    xseg_heap* heap = nullptr;
+    if (xseg_device_heap(device, &heap) != XSEG_OK || xseg_release_capture(heap, {pool.first, pool.second}) != XSEG_OK) {
       TORCH_WARN("xseg could not release a pool: ", xseg_last_error());
     }
   }
