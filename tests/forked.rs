@@ -50,3 +50,18 @@ fn what_a_forked_child_drops_stays_the_parents() {
     drop((kept, freed));
     assert_eq!(side.heap.trim().reserved, 0);
 }
+
+#[test]
+fn an_import_that_a_forked_child_closes_stays_open() {
+    let (here, there) = (Side::new("limit:64MiB"), Side::new("limit:64MiB,wait_limit:0s"));
+    let block = here.heap.alloc(20 * MIB, S0).unwrap();
+    here.stamp(block.address(), 20 * MIB, 5);
+    let mut imported = Some(there.import_of(&here, &block));
+    let address = imported.as_ref().unwrap().address();
+    in_a_child(|| imported.take().unwrap().close().unwrap());
+    there.expect(address, 20 * MIB, 5);
+    assert_eq!((there.heap.stats().imported, here.heap.stats().exported), (20 * MIB, 20 * MIB));
+    imported.unwrap().close().unwrap();
+    here.heap.tick();
+    assert_eq!((there.heap.stats().imported, here.heap.stats().exported), (0, 0));
+}

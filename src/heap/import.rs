@@ -294,6 +294,10 @@ impl Imported {
     /// later, by itself. [`Error::Driver`] when the device cannot be waited for.
     pub fn close(mut self) -> Result<()> {
         self.owned = false;
+        // A child that was forked off only forgets its copy (I15).
+        if self.owner != getpid() {
+            return Ok(());
+        }
         self.heap.close_import(self.found.address)
     }
 
