@@ -1,6 +1,6 @@
 //! Errors of the library: each says what happened and what to do.
 
-use crate::units::{RESERVE_MAX, human};
+use crate::units::{RESERVE_MAX, UNIT, human};
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -172,7 +172,7 @@ pub enum Error {
         "no address range of {} is left in the {} reserved; {}",
         human(*requested),
         human(*reserved),
-        if *requested > RESERVE_MAX { "one block has at most 2 TiB" } else { "raise `reserve`" }
+        if *requested > RESERVE_MAX - UNIT { "no block can be that long: one has less than 2 TiB" } else { "raise `reserve`" }
     )]
     AddressSpace {
         /// Bytes asked for.

@@ -166,7 +166,7 @@ impl Driver {
         std::mem::forget(Arc::clone(&self.backend));
     }
 
-    /// I15: no call of a child that was forked off reaches the driver.
+    /// I15: no memory call of a child that was forked off reaches the driver.
     fn of_parent(&self, call: DriverCall) -> Result<(), DriverError> {
         if self.is_ours() { Ok(()) } else { Err(DriverError::new(call, FORKED)) }
     }
