@@ -235,6 +235,20 @@ fn the_systems_limit_on_mappings_is_an_error_of_its_own() {
     assert!(device.leaks().is_empty());
 }
 
+type Cache = Arc<Mutex<Vec<Allocation>>>;
+
+/// So many blocks of `bytes`, of which the heap's callback frees one a call; also the number of its calls.
+fn cache(lab: &support::Lab, blocks: usize, bytes: u64) -> (Cache, Arc<AtomicU64>) {
+    let cache: Cache = Arc::new(Mutex::new((0..blocks).map(|_| lab.alloc(bytes, S1)).collect()));
+    let (held, calls) = (cache.clone(), Arc::new(AtomicU64::new(0)));
+    let counter = calls.clone();
+    lab.heap.on_out_of_memory(Box::new(move |_| {
+        counter.fetch_add(1, Relaxed);
+        held.lock().unwrap().pop().is_some()
+    }));
+    (cache, calls)
+}
+
 #[test]
 fn callbacks_free_memory_before_the_error() {
     let lab = sim("limit:64MiB");
@@ -263,13 +277,7 @@ fn callbacks_free_memory_before_the_error() {
 #[test]
 fn callbacks_are_asked_for_as_long_as_they_free_anything() {
     let lab = sim("limit:64MiB");
-    let cache = Arc::new(Mutex::new((0..3).map(|_| lab.alloc(20 * MIB, S1)).collect::<Vec<_>>()));
-    let (held, calls) = (cache.clone(), Arc::new(AtomicU64::new(0)));
-    let counter = calls.clone();
-    lab.heap.on_out_of_memory(Box::new(move |_| {
-        counter.fetch_add(1, Relaxed);
-        held.lock().unwrap().pop().is_some()
-    }));
+    let (cache, calls) = cache(&lab, 3, 20 * MIB);
     let block = lab.alloc(30 * MIB, S1);
     assert_eq!((calls.load(Relaxed), cache.lock().unwrap().len()), (2, 1));
     drop(block);
@@ -289,20 +297,16 @@ fn a_callback_that_frees_nothing_is_asked_once() {
 #[test]
 fn callbacks_are_asked_once_for_what_is_larger_than_the_limit() {
     let lab = sim("limit:64MiB");
-    let cache = Arc::new(Mutex::new((0..3).map(|_| lab.alloc(4 * MIB, S1)).collect::<Vec<_>>()));
-    let held = cache.clone();
-    lab.heap.on_out_of_memory(Box::new(move |_| held.lock().unwrap().pop().is_some()));
+    let (cache, calls) = cache(&lab, 3, 4 * MIB);
     out_of_memory(lab.heap.alloc(65 * MIB, S1));
-    assert_eq!(cache.lock().unwrap().len(), 2, "what they free more is of no use");
+    assert_eq!((calls.load(Relaxed), cache.lock().unwrap().len()), (1, 2), "what they free more is of no use");
     lab.heap.shut_down();
 }
 
 #[test]
 fn while_there_is_no_room_callbacks_are_asked_without_a_look_for_it() {
     let lab = sim("limit:64MiB");
-    let cache = Arc::new(Mutex::new((0..15).map(|_| lab.alloc(4 * MIB, S1)).collect::<Vec<_>>()));
-    let held = cache.clone();
-    lab.heap.on_out_of_memory(Box::new(move |_| held.lock().unwrap().pop().is_some()));
+    let (cache, _) = cache(&lab, 15, 4 * MIB);
     // Each look records an event, where anything was freed since the last one.
     let events = || {
         let event = lab.heap.backend().record(EventScope::Context).unwrap();
