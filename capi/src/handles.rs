@@ -8,6 +8,7 @@ use std::marker::{PhantomData, PhantomPinned};
 use std::sync::Once;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use xseg::Heap;
+use xseg::error::FORKED;
 
 /// A heap. Only pointers to it exist, and only the library knows what they stand for.
 #[repr(C)]
@@ -105,8 +106,7 @@ pub(crate) fn heap(handle: *const xseg_heap) -> Result<Heap, Failure> {
     if forks == FORKS.load(Relaxed) {
         return Ok(heap);
     }
-    let why = "the heap belongs to the process that this one was forked off; make a heap of this process's own";
-    Err(Failure { status: xseg_status::XSEG_UNAVAILABLE, why: why.into() })
+    Err(Failure { status: xseg_status::XSEG_UNAVAILABLE, why: FORKED.into() })
 }
 
 /// Ends a heap: waits for the device, releases all of its memory, live blocks too, and makes the handle stale.

@@ -3,12 +3,13 @@
 use crate::errors::{Error, PointerError, raise};
 use crate::memory::Range;
 use crate::number;
-use crate::share::{Export, Imported, descriptor};
+use crate::share::{Export, Imported, descriptor, locked};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use xseg::backend::BackendKind;
+use xseg::error::FORKED;
 use xseg::{Allocation, PoolId, StreamFilter, StreamId};
 
 /// A heap: an allocator for one device.
@@ -31,8 +32,7 @@ impl Heap {
         if self.process == std::process::id() {
             return Ok(&self.heap);
         }
-        let why = "the heap belongs to the process that this one was forked off; make a heap of this process's own";
-        Err(Error::new_err(why))
+        Err(Error::new_err(FORKED))
     }
 }
 
@@ -296,7 +296,7 @@ fn closed() -> PyErr {
 
 impl Block {
     fn live<T>(&self, use_it: impl FnOnce(&Allocation) -> T) -> PyResult<T> {
-        let found = self.found.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let found = locked(&self.found);
         found.as_deref().map(|owned| use_it(&owned.found)).ok_or_else(closed)
     }
 
@@ -344,13 +344,13 @@ impl Block {
 
     /// Free the block now, or with the last memoryview of `view`; again is no error. Never waits.
     fn close(&self) {
-        let taken = self.found.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        let taken = locked(&self.found).take();
         drop(taken);
     }
 
     /// The memory as a writable memoryview of bytes, on host memory only. The block is not freed before it and its slices are gone.
     fn view<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let found = self.found.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
+        let found = locked(&self.found).clone();
         self.range().view(py, found.ok_or_else(closed)?)
     }
 

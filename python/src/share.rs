@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawF
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use xseg::backend::BackendKind;
 
-fn locked<T>(place: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn locked<T>(place: &Mutex<T>) -> MutexGuard<'_, T> {
     place.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

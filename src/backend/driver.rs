@@ -8,7 +8,7 @@
 
 use super::watch::{MappingCallback, MappingChange, MappingEvent};
 use super::{Backend, BackendKind, PhysicalAllocation, cost};
-use crate::error::{DriverCall, DriverError};
+use crate::error::{DriverCall, DriverError, FORKED};
 use parking_lot::Mutex;
 use rustix::process::{Pid, getpid};
 use std::collections::BTreeMap;
@@ -103,10 +103,6 @@ struct Mapping {
     /// Of an import: watchers are not told.
     quiet: bool,
 }
-
-/// Why a child that was forked off gets nothing.
-pub(crate) const FORKED: &str =
-    "the heap belongs to the process that this one was forked off; make a heap of this process's own";
 
 fn refused(call: DriverCall, why: &str) -> DriverError {
     DriverError::new(call, format!("refused before the driver saw it: {why}; this is a defect of xseg"))

@@ -7,7 +7,6 @@ use super::inner::{Inner, Slow};
 use crate::backend::{BackendKind, PhysicalAllocation};
 use crate::error::{DriverError, Error, Result, ShareFault};
 use crate::share::{Offer, Patience, Piece, Tie, take_over};
-use rustix::process::{Pid, getpid};
 use std::collections::HashMap;
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -258,8 +257,6 @@ pub struct Imported {
     heap: Heap,
     found: Found,
     owned: bool,
-    /// The process that imported: a forked child has a copy, and must touch nothing.
-    owner: Pid,
 }
 
 impl Imported {
@@ -295,7 +292,7 @@ impl Imported {
     pub fn close(mut self) -> Result<()> {
         self.owned = false;
         // A child that was forked off only forgets its copy (I15).
-        if self.owner != getpid() {
+        if !self.heap.inner.driver.is_ours() {
             return Ok(());
         }
         self.heap.close_import(self.found.address)
@@ -318,7 +315,7 @@ impl fmt::Debug for Imported {
 impl Drop for Imported {
     fn drop(&mut self) {
         // An error where the heap was shut down, which gave it back.
-        if self.owned && self.owner == getpid() {
+        if self.owned && self.heap.inner.driver.is_ours() {
             let _ = self.heap.end_import(self.found.address);
         }
     }
@@ -373,7 +370,7 @@ impl Heap {
 
     fn import_with(&self, export: OwnedFd, patience: Patience) -> Result<Imported> {
         let found = self.inner.import(export, patience)?;
-        Ok(Imported { heap: self.clone(), found, owned: true, owner: getpid() })
+        Ok(Imported { heap: self.clone(), found, owned: true })
     }
 
     /// Takes an export from a Unix socket to which the other process has sent it by [`Export::send`](super::Export::send), and

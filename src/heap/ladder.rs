@@ -5,9 +5,8 @@
 
 use super::execute::Outcome;
 use super::inner::{Block, FIRST_POOL, Inner, LARGE, SegmentGuard, Slow, Wanted};
-use crate::backend::driver::FORKED;
 use crate::config::{CrossStream, Defrag, Growth, Shrink};
-use crate::error::{DriverError, Error, Result};
+use crate::error::{DriverError, Error, FORKED, Result};
 use crate::plan::place::{Places, Request};
 use crate::plan::source::{self, Terms};
 use crate::plan::{Placement, Supply, Victim};

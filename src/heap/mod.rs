@@ -49,8 +49,8 @@ use std::sync::Arc;
 pub type OutOfMemoryCallback = Box<dyn Fn(u64) -> bool + Send + Sync>;
 
 /// An allocator for one device. Clones share it; any thread may use it. A forked child must not: its memory is the parent's, and
-/// a lock that another thread held at the fork is never given back. No call of the child reaches the driver, and what it drops there
-/// leaves the parent's memory alone.
+/// a lock that another thread held at the fork is never given back. No memory call of the child reaches the driver, and what it drops
+/// there leaves the parent's memory alone.
 ///
 /// ```
 /// use xseg::{Heap, StreamId};
