@@ -160,10 +160,6 @@ impl fmt::Display for OutOfMemory {
     }
 }
 
-/// Why a process that was forked off the one that made a heap gets nothing of it, for those who refuse it themselves.
-pub const FORKED: &str =
-    "the heap belongs to the process that this one was forked off; make a heap of this process's own";
-
 /// Everything that can go wrong in the library.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]

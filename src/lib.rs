@@ -46,6 +46,7 @@ pub mod peers;
 mod physical;
 mod plan;
 mod policy;
+pub mod process;
 #[cfg(feature = "cli")]
 pub mod replay;
 mod segment;

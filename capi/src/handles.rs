@@ -8,7 +8,7 @@ use std::marker::{PhantomData, PhantomPinned};
 use std::sync::Once;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use xseg::Heap;
-use xseg::error::FORKED;
+use xseg::process::FORKED;
 
 /// A heap. Only pointers to it exist, and only the library knows what they stand for.
 #[repr(C)]

@@ -6,10 +6,9 @@ use crate::number;
 use crate::share::{Export, Imported, descriptor, locked};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use xseg::backend::BackendKind;
-use xseg::error::FORKED;
+use xseg::process::{FORKED, Process};
 use xseg::{Allocation, PoolId, StreamFilter, StreamId};
 
 /// A heap: an allocator for one device.
@@ -24,12 +23,12 @@ use xseg::{Allocation, PoolId, StreamFilter, StreamId};
 pub(crate) struct Heap {
     heap: xseg::Heap,
     /// A child that was forked off gets nothing: it would wait for locks of threads that it does not have.
-    process: u32,
+    process: Process,
 }
 
 impl Heap {
     fn ours(&self) -> PyResult<&xseg::Heap> {
-        if self.process == std::process::id() {
+        if self.process.is_this() {
             return Ok(&self.heap);
         }
         Err(Error::new_err(FORKED))
@@ -45,7 +44,7 @@ impl Heap {
             Some(conf) => xseg::Heap::builder().conf(&conf).and_then(xseg::HeapBuilder::build),
             None => xseg::Heap::from_env(),
         });
-        Ok(Self { heap: made.map_err(raise)?, process: std::process::id() })
+        Ok(Self { heap: made.map_err(raise)?, process: Process::this() })
     }
 
     /// Allocate `bytes` for work on `stream`. The block is freed when it is closed, its `with` ends, or it is collected.
@@ -61,13 +60,7 @@ impl Heap {
         let heap = self.ours()?;
         let found = py.detach(|| heap.alloc(bytes, StreamId(stream))).map_err(raise)?;
         let kind = self.heap.backend().kind();
-        Ok(Block {
-            address: found.address(),
-            bytes,
-            stream,
-            kind,
-            found: std::sync::Mutex::new(Some(Arc::new(Owned::new(found)))),
-        })
+        Ok(Block { address: found.address(), bytes, stream, kind, found: std::sync::Mutex::new(Some(Arc::new(found))) })
     }
 
     /// As `alloc`, for a bare address that `free` frees.
@@ -254,28 +247,6 @@ impl Heap {
     }
 }
 
-/// A block that a forked child only forgets: to free its copy may wait for a thread that only the parent has.
-#[derive(Debug)]
-struct Owned {
-    found: ManuallyDrop<Allocation>,
-    process: u32,
-}
-
-impl Owned {
-    fn new(found: Allocation) -> Self {
-        Self { found: ManuallyDrop::new(found), process: std::process::id() }
-    }
-}
-
-impl Drop for Owned {
-    fn drop(&mut self) {
-        if self.process == std::process::id() {
-            // SAFETY: nobody uses it after this.
-            unsafe { ManuallyDrop::drop(&mut self.found) };
-        }
-    }
-}
-
 /// A block of a heap's memory.
 ///
 /// On a GPU it has `__cuda_array_interface__`, as bytes, so that `torch.as_tensor(block)` or `cupy.asarray(block)` look at it.
@@ -287,7 +258,7 @@ pub(crate) struct Block {
     stream: u64,
     kind: BackendKind,
     /// Views hold it, too.
-    found: std::sync::Mutex<Option<Arc<Owned>>>,
+    found: std::sync::Mutex<Option<Arc<Allocation>>>,
 }
 
 fn closed() -> PyErr {
@@ -297,7 +268,7 @@ fn closed() -> PyErr {
 impl Block {
     fn live<T>(&self, use_it: impl FnOnce(&Allocation) -> T) -> PyResult<T> {
         let found = locked(&self.found);
-        found.as_deref().map(|owned| use_it(&owned.found)).ok_or_else(closed)
+        found.as_deref().map(use_it).ok_or_else(closed)
     }
 
     fn range(&self) -> Range {

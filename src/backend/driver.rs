@@ -8,9 +8,9 @@
 
 use super::watch::{MappingCallback, MappingChange, MappingEvent};
 use super::{Backend, BackendKind, PhysicalAllocation, cost};
-use crate::error::{DriverCall, DriverError, FORKED};
+use crate::error::{DriverCall, DriverError};
+use crate::process::{FORKED, Process};
 use parking_lot::Mutex;
-use rustix::process::{Pid, getpid};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -70,7 +70,7 @@ fn read(counters: &[AtomicU64; CALLS]) -> DriverCalls {
 pub(crate) struct Driver {
     backend: Arc<dyn Backend>,
     /// Whose memory it is: on the host a process that was forked off shares it, and would free what its parent uses.
-    process: Pid,
+    process: Process,
     counts: [AtomicU64; CALLS],
     /// Time in calls, in nanoseconds: modelled, or measured where the backend is a real device.
     nanos: [AtomicU64; CALLS],
@@ -139,7 +139,7 @@ impl Driver {
         let measured = backend.kind() == BackendKind::Cuda;
         Self {
             backend,
-            process: getpid(),
+            process: Process::this(),
             counts: Default::default(),
             nanos: Default::default(),
             measured,
@@ -154,7 +154,7 @@ impl Driver {
 
     /// Is this the process that made it, and no child that was forked off?
     pub(crate) fn is_ours(&self) -> bool {
-        getpid() == self.process
+        self.process.is_this()
     }
 
     /// Keeps the backend for good, in a forked child: its end would wait for threads that are the parent's.

@@ -72,7 +72,9 @@ impl fmt::Debug for Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
+        // A child that was forked off only forgets its copy (I15).
         if self.owned
+            && self.heap.inner.driver.is_ours()
             && let Err(error) = self.heap.free_raw(self.block.address)
         {
             tracing::error!(%error, "a block could not be freed when it was dropped");

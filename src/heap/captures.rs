@@ -71,6 +71,7 @@ impl Heap {
     /// [`crate::Error::InvalidArgument`] while allocations go to this pool already or there are too many,
     /// [`crate::Error::DeadStream`] for a stream of the filter.
     pub fn begin_capture(&self, pool: PoolId, filter: StreamFilter) -> Result<()> {
+        self.inner.ours()?;
         self.inner.begin_capture(pool, filter, true)
     }
 
@@ -80,6 +81,7 @@ impl Heap {
     /// # Errors
     /// As [`Heap::begin_capture`].
     pub fn begin_pool(&self, pool: PoolId, filter: StreamFilter) -> Result<()> {
+        self.inner.ours()?;
         self.inner.begin_capture(pool, filter, false)
     }
 
@@ -89,6 +91,7 @@ impl Heap {
     /// # Errors
     /// [`crate::Error::InvalidArgument`] when no allocations go to this pool.
     pub fn end_capture(&self, pool: PoolId) -> Result<()> {
+        self.inner.ours()?;
         self.inner.end_capture(pool)
     }
 
@@ -97,6 +100,7 @@ impl Heap {
     /// # Errors
     /// [`crate::Error::InvalidArgument`] when there are too many pools.
     pub fn retain_capture(&self, pool: PoolId) -> Result<()> {
+        self.inner.ours()?;
         self.inner.retain_capture(pool)
     }
 
@@ -106,6 +110,7 @@ impl Heap {
     /// # Errors
     /// [`crate::Error::InvalidArgument`] for a pool without uses.
     pub fn release_capture(&self, pool: PoolId) -> Result<()> {
+        self.inner.ours()?;
         self.inner.release_capture(pool)
     }
 
@@ -118,6 +123,7 @@ impl Heap {
     /// [`crate::Error::InvalidArgument`] for a pool that is gone or has no such addresses, and where anything of the block is in
     /// use or not free for its stream yet; [`crate::Error::DeadStream`].
     pub fn restore_block(&self, pool: PoolId, address: u64, sizes: (u64, u64), stream: StreamId) -> Result<()> {
+        self.inner.ours()?;
         self.inner.restore_block(pool, address, sizes, stream)
     }
 

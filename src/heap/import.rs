@@ -354,6 +354,7 @@ impl Heap {
     /// [`Error::InvalidPointer`]; [`Error::Share`] on `sim` and where the system gives no descriptors; [`Error::Driver`]
     /// when the driver does not export the memory.
     pub fn export(&self, address: u64) -> Result<super::Export> {
+        self.inner.ours()?;
         self.inner.export(address)
     }
 
@@ -369,6 +370,7 @@ impl Heap {
     }
 
     fn import_with(&self, export: OwnedFd, patience: Patience) -> Result<Imported> {
+        self.inner.ours()?;
         let found = self.inner.import(export, patience)?;
         Ok(Imported { heap: self.clone(), found, owned: true })
     }
@@ -392,6 +394,7 @@ impl Heap {
     }
 
     fn receive_with(&self, socket: BorrowedFd<'_>, mut patience: Patience) -> Result<Imported> {
+        self.inner.ours()?;
         let export = take_over(socket, &mut patience)?;
         self.import_with(export, patience)
     }
@@ -401,6 +404,7 @@ impl Heap {
     /// # Errors
     /// [`ShareFault::NoImport`].
     pub fn end_import(&self, address: u64) -> Result<()> {
+        self.inner.ours()?;
         self.inner.end_import(address)?;
         self.inner.hurry_imports();
         Ok(())
@@ -411,6 +415,7 @@ impl Heap {
     /// # Errors
     /// As there, and [`ShareFault::NoImport`].
     pub fn close_import(&self, address: u64) -> Result<()> {
+        self.inner.ours()?;
         self.inner.end_import(address)?;
         self.inner.wait_for_end(address)
     }

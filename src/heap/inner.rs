@@ -22,6 +22,7 @@ use crate::epoch::Epochs;
 use crate::error::{Error, Result};
 use crate::lock::{Guard, Lock};
 use crate::physical::{HandleId, Physical};
+use crate::process::FORKED;
 use crate::segment::{Claim, History, Segment};
 use crate::units::{GRANULE, MIB, RESERVE_MAX, UNIT};
 use crate::used::Used;
@@ -331,6 +332,14 @@ impl Inner {
         }
         self.counters.ooms.fetch_add(1, Relaxed);
         self.out_of_memory(bytes, stream, None)
+    }
+
+    /// I15: refuses what a child that was forked off asks for.
+    pub(crate) fn ours(&self) -> Result<()> {
+        if self.driver.is_ours() {
+            return Ok(());
+        }
+        Err(Error::Unavailable { backend: self.driver.backend().kind().name(), why: FORKED.into() })
     }
 
     /// Declares that work queued on `stream` up to the free uses the block.

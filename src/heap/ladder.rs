@@ -6,7 +6,7 @@
 use super::execute::Outcome;
 use super::inner::{Block, FIRST_POOL, Inner, LARGE, SegmentGuard, Slow, Wanted};
 use crate::config::{CrossStream, Defrag, Growth, Shrink};
-use crate::error::{DriverError, Error, FORKED, Result};
+use crate::error::{DriverError, Error, Result};
 use crate::plan::place::{Places, Request};
 use crate::plan::source::{self, Terms};
 use crate::plan::{Placement, Supply, Victim};
@@ -57,9 +57,7 @@ enum Rung {
 impl Inner {
     /// Serves a request that has no fitting free block, or says why not.
     pub(crate) fn alloc_slow(&self, wanted: &Wanted) -> Result<Block> {
-        if !self.driver.is_ours() {
-            return Err(Error::Unavailable { backend: self.driver.backend().kind().name(), why: FORKED.into() });
-        }
+        self.ours()?;
         self.counters.slow_allocs.fetch_add(1, Relaxed);
         let clock = self.driver.backend().now();
         let mut waited = false;

@@ -48,9 +48,10 @@ use std::sync::Arc;
 /// A function that may free memory before an out-of-memory error: gets the bytes asked for, says whether it freed any.
 pub type OutOfMemoryCallback = Box<dyn Fn(u64) -> bool + Send + Sync>;
 
-/// An allocator for one device. Clones share it; any thread may use it. A forked child must not: its memory is the parent's, and
-/// a lock that another thread held at the fork is never given back. No memory call of the child reaches the driver, and what it drops
-/// there leaves the parent's memory alone.
+/// An allocator for one device. Clones share it; any thread may use it. A forked child must not: its memory is the parent's. Calls
+/// that can fail are refused there with [`crate::Error::Unavailable`], others do nothing, and what is dropped is only forgotten. That
+/// is so but for the fast path of `alloc` and `free_raw`, which asks nothing, and for what only looks (`stats`, `layout`, `check`),
+/// which may wait for ever for a lock that another thread held at the fork.
 ///
 /// ```
 /// use xseg::{Heap, StreamId};
@@ -144,6 +145,7 @@ impl Heap {
     /// # Errors
     /// As [`Heap::free_raw`]; [`crate::Error::Driver`] when the backend refuses the event. The block then lives on.
     pub fn free_after(&self, address: u64, event: ClientEvent) -> Result<()> {
+        self.inner.ours()?;
         self.inner.free_after(address, event)
     }
 
@@ -153,6 +155,7 @@ impl Heap {
     /// # Errors
     /// As [`Heap::alloc`].
     pub fn alloc_contiguous(&self, bytes: u64, stream: StreamId) -> Result<Allocation> {
+        self.inner.ours()?;
         let block = self.inner.alloc_contiguous(bytes, stream)?;
         Ok(Allocation { heap: self.clone(), block, bytes, stream, owned: true })
     }
@@ -168,6 +171,7 @@ impl Heap {
     /// [`crate::Error::InvalidPointer`]; [`crate::Error::Driver`] when the backend cannot export or the
     /// process has no descriptors left. What was exported for the call is closed again then.
     pub fn export_handles(&self, address: u64) -> Result<Vec<ExportedHandle>> {
+        self.inner.ours()?;
         self.inner.export_handles(address)
     }
 
@@ -177,6 +181,7 @@ impl Heap {
     /// # Errors
     /// [`crate::Error::InvalidPointer`], [`crate::Error::DeadStream`].
     pub fn record_use(&self, address: u64, stream: StreamId) -> Result<()> {
+        self.inner.ours()?;
         self.inner.record_use(address, stream)
     }
 
@@ -191,6 +196,9 @@ impl Heap {
     /// Gives idle memory whose use has passed back to the driver, down to the policy's `keep`. Never waits,
     /// but for the device under `remap:quiesce`.
     pub fn trim(&self) -> TrimReport {
+        if !self.inner.driver.is_ours() {
+            return TrimReport { released: 0, reserved: 0 };
+        }
         let mut slow = self.inner.slow.lock();
         self.inner.close_epoch();
         let released = self.inner.trim_to(&mut slow, self.inner.config.keep);
@@ -205,6 +213,7 @@ impl Heap {
     /// [`crate::Error::InvalidPointer`] outside the heap, [`crate::Error::InvalidArgument`] for no bytes, and where a
     /// part has no memory.
     pub fn pin(&self, address: u64, bytes: u64) -> Result<()> {
+        self.inner.ours()?;
         self.inner.pin(address, bytes)
     }
 
@@ -213,12 +222,16 @@ impl Heap {
     /// # Errors
     /// As [`Heap::pin`].
     pub fn unpin(&self, address: u64, bytes: u64) -> Result<()> {
+        self.inner.ours()?;
         self.inner.unpin(address, bytes)
     }
 
     /// Sets the most physical memory that may exist, in bytes, rounded down to granules; idle memory
     /// above it is released as far as it has passed. Returns what is reserved afterwards.
     pub fn set_limit(&self, bytes: u64) -> u64 {
+        if !self.inner.driver.is_ours() {
+            return 0;
+        }
         self.inner.set_limit(if bytes == u64::MAX { bytes } else { round_down(bytes, GRANULE) })
     }
 
@@ -231,7 +244,9 @@ impl Heap {
     /// Does deferred work: closes an epoch, unmaps what has passed, shrinks by the policy. Call it now
     /// and then from any thread; it never waits for the device, unless it shrinks under `remap:quiesce`.
     pub fn tick(&self) {
-        self.inner.tick();
+        if self.inner.driver.is_ours() {
+            self.inner.tick();
+        }
     }
 
     /// The stream is going to be destroyed: what it freed belongs to all when its work has passed, and
@@ -240,6 +255,7 @@ impl Heap {
     /// # Errors
     /// [`crate::Error::DeadStream`] for a stream that the heap does not know.
     pub fn retire_stream(&self, stream: StreamId) -> Result<()> {
+        self.inner.ours()?;
         self.inner.retire(stream)
     }
 

@@ -3,11 +3,11 @@
 use super::message::{BATCH, Offer, Piece, Said, encode_pieces, encode_refusal};
 use super::socket::{Patience, ready, receive_all_or_leave, send, send_in_turn, system};
 use crate::error::ShareFault;
+use crate::process::Process;
 use parking_lot::Mutex;
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown};
-use rustix::process::getpid;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use std::time::Duration;
 struct End {
     socket: OwnedFd,
     /// The process that exported: in a forked child the end is a copy, and what the importer says is for the parent.
-    owner: i32,
+    owner: Process,
     /// Locked while a message is read, so that nobody sees one that is neither there nor noted.
     heard: Mutex<Heard>,
 }
@@ -63,8 +63,7 @@ pub(crate) struct Lease(Arc<End>);
 
 impl Lease {
     pub(super) fn new(socket: OwnedFd) -> Self {
-        let owner = getpid().as_raw_pid();
-        Self(Arc::new(End { socket, owner, heard: Mutex::default() }))
+        Self(Arc::new(End { socket, owner: Process::this(), heard: Mutex::default() }))
     }
 
     /// Queues what is offered, with handles, if any are given. False: those could not be queued, since the user's processes
@@ -87,7 +86,7 @@ impl Lease {
     /// Is the import over: done, never begun, or its process gone? Waits at most `limit` for that.
     pub(crate) fn is_over(&self, limit: Duration) -> bool {
         let end = &*self.0;
-        if getpid().as_raw_pid() != end.owner || !end.has_hung_up(limit) {
+        if !end.owner.is_this() || !end.has_hung_up(limit) {
             return false;
         }
         // All that was said. It ends: nobody can say more.
@@ -117,7 +116,7 @@ impl Lease {
 
     /// Ends all talk; the importer keeps what it has mapped.
     pub(crate) fn hang_up(&self) {
-        if getpid().as_raw_pid() == self.0.owner {
+        if self.0.owner.is_this() {
             // Refused where the importer did so before.
             let _ = shutdown(self.0.socket.as_fd(), Shutdown::Both);
         }

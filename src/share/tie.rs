@@ -3,6 +3,7 @@
 use super::message::{LONGEST, Offer, Piece, Said, decode_pieces, malformed};
 use super::socket::{Patience, Received, receive, send, send_in_turn, system};
 use crate::error::ShareFault;
+use crate::process::Process;
 use parking_lot::Mutex;
 use rustix::event::PollFlags;
 use rustix::io::Errno;
@@ -15,7 +16,7 @@ use std::os::fd::{AsFd, OwnedFd};
 pub(crate) struct Tie {
     socket: OwnedFd,
     /// The process that imports: a forked child has a copy, whose end means nothing.
-    owner: i32,
+    owner: Process,
     /// Handles that came with the offer.
     first: Vec<(Piece, OwnedFd)>,
     /// For all that the exporter is asked for.
@@ -26,7 +27,7 @@ impl Tie {
     /// Takes the descriptor of an export, and what it offers. The exporter has `patience` for the rest.
     pub(crate) fn open(export: OwnedFd, patience: Patience) -> Result<(Self, Offer), ShareFault> {
         let mut tie =
-            Self { socket: export, owner: getpid().as_raw_pid(), first: Vec::new(), patience: Mutex::new(patience) };
+            Self { socket: export, owner: Process::this(), first: Vec::new(), patience: Mutex::new(patience) };
         let mut bytes = [0; LONGEST];
         // Queued before the descriptor was given away, so that nothing is waited for.
         let Received { len, descriptors } = match receive(tie.socket.as_fd(), &mut bytes) {
@@ -89,7 +90,7 @@ impl Tie {
 
     /// Everything is unmapped: the exporter may have its memory back. Never waits.
     pub(crate) fn done(self) {
-        if getpid().as_raw_pid() == self.owner {
+        if self.owner.is_this() {
             // Refused by an exporter that is gone, which then wants nothing back.
             let _ = send(self.socket.as_fd(), &Said::Done.encode(), &[]);
             // Also where a forked child holds a copy of the descriptor.
