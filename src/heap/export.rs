@@ -231,8 +231,15 @@ impl Inner {
 
     /// Looks which imports have ended. Never waits.
     pub(super) fn end_exports(&self, slow: &mut Slow) {
-        let over = |open: &mut Open| open.lease.is_over(Duration::ZERO);
-        let ended: Vec<Open> = self.exports.lock().0.extract_if(.., over).collect();
+        let ended: Vec<Open> = {
+            let mut exports = self.exports.lock();
+            if exports.0.is_empty() {
+                return;
+            }
+            let mut hung_up = share::hung_up(exports.0.iter().map(|open| &open.lease)).into_iter();
+            let over = |open: &mut Open| hung_up.next() != Some(false) && open.lease.is_over(Duration::ZERO);
+            exports.0.extract_if(.., over).collect()
+        };
         for open in ended {
             slow.unpin(&open.granules);
         }

@@ -5,7 +5,7 @@ use super::socket::{Patience, ready, receive_all_or_leave, send, send_in_turn, s
 use crate::error::ShareFault;
 use crate::process::Process;
 use parking_lot::Mutex;
-use rustix::event::PollFlags;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -54,6 +54,17 @@ impl End {
     fn has_hung_up(&self, limit: Duration) -> bool {
         // A socket that cannot be asked has nobody at its other end.
         ready(self.socket.as_fd(), PollFlags::empty(), Some(limit)).map_or(true, |found| !found.is_empty())
+    }
+}
+
+/// Which of these imports may be over, since their importers have hung up. One system call for all.
+pub(crate) fn hung_up<'a>(leases: impl Iterator<Item = &'a Lease>) -> Vec<bool> {
+    let ask = |lease: &'a Lease| PollFd::from_borrowed_fd(lease.0.socket.as_fd(), PollFlags::empty());
+    let mut asked: Vec<_> = leases.map(ask).collect();
+    match poll(&mut asked, Some(&Timespec::default())) {
+        Ok(_) => asked.iter().map(|one| !one.revents().is_empty()).collect(),
+        // A signal, or more than this process may open by now: each is to be asked by itself.
+        Err(_) => vec![true; asked.len()],
     }
 }
 

@@ -15,7 +15,7 @@ mod message;
 mod socket;
 mod tie;
 
-pub(crate) use lease::{Lease, Server};
+pub(crate) use lease::{Lease, Server, hung_up};
 pub(crate) use message::{BATCH, FIRST, Offer, Piece};
 pub(crate) use socket::{Patience, pass_on, take_over};
 pub(crate) use tie::Tie;
