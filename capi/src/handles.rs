@@ -1,14 +1,13 @@
 //! Handles: numbers dressed as pointers, which are looked up and never followed.
 
-use crate::record;
 use crate::status::{Failure, guard, xseg_status};
+use crate::{noted, record};
 use parking_lot::lock_api::RawRwLock as _;
 use parking_lot::{RawRwLock, RwLock};
 use std::marker::{PhantomData, PhantomPinned};
 use std::sync::Once;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use xseg::Heap;
-use xseg::process::FORKED;
+use xseg::process::{FORKED, Process};
 
 /// A heap. Only pointers to it exist, and only the library knows what they stand for.
 #[repr(C)]
@@ -22,15 +21,17 @@ pub struct xseg_heap {
 struct Slot {
     /// How often the slot was filled: a handle of an earlier filling is stale.
     filled: u32,
-    heap: Option<Heap>,
-    /// The process's heap of a device, which nobody destroys.
-    shared: bool,
-    /// [`FORKS`] when the heap was made: a heap of another number is the parent's.
-    forks: u32,
+    heap: Option<Kept>,
 }
 
-/// Forks from the process that made the first heap to this one.
-static FORKS: AtomicU32 = AtomicU32::new(0);
+#[derive(Debug, Clone)]
+struct Kept {
+    heap: Heap,
+    /// The process's heap of a device, which nobody destroys.
+    shared: bool,
+    /// Who made it: a forked child has a copy of the slot, and no heap.
+    process: Process,
+}
 
 /// No other thread is inside while the child's copy is made: there nobody would let go of it.
 extern "C" fn before_fork() {
@@ -43,7 +44,7 @@ extern "C" fn in_parent() {
 }
 
 extern "C" fn in_child() {
-    FORKS.fetch_add(1, Relaxed);
+    noted::in_child();
     // SAFETY: no guard is there but the one that `before_fork` forgot.
     let raw = std::ptr::from_ref(unsafe { SLOTS.raw() }).cast_mut();
     // SAFETY: the child has one thread, and a lock is made of atomics. As new: to let go of it would wake threads of the parent's.
@@ -75,9 +76,7 @@ pub(crate) fn enter(heap: Heap, shared: bool) -> Result<*mut xseg_heap, Failure>
         None => return Err(Failure::argument("too many heaps; destroy some")),
     };
     slots[at].filled += 1;
-    slots[at].heap = Some(heap);
-    slots[at].shared = shared;
-    slots[at].forks = FORKS.load(Relaxed);
+    slots[at].heap = Some(Kept { heap, shared, process: Process::this() });
     Ok(name(at, slots[at].filled))
 }
 
@@ -101,10 +100,9 @@ pub(crate) fn heap(handle: *const xseg_heap) -> Result<Heap, Failure> {
     let (at, filled) = place(handle);
     let slots = SLOTS.read();
     let slot = slots.get(at).filter(|slot| slot.filled == filled);
-    let found = slot.and_then(|slot| Some((slot.heap.clone()?, slot.forks)));
-    let (heap, forks) = found.ok_or_else(|| stale(handle))?;
-    if forks == FORKS.load(Relaxed) {
-        return Ok(heap);
+    let kept = slot.and_then(|slot| slot.heap.as_ref()).ok_or_else(|| stale(handle))?;
+    if kept.process.is_this() {
+        return Ok(kept.heap.clone());
     }
     Err(Failure { status: xseg_status::XSEG_UNAVAILABLE, why: FORKED.into() })
 }
@@ -118,17 +116,17 @@ pub extern "C" fn xseg_heap_destroy(handle: *mut xseg_heap) -> xseg_status {
         let taken = {
             let mut slots = SLOTS.write();
             let slot = slots.get_mut(at).filter(|slot| slot.filled == filled);
-            if slot.as_ref().is_some_and(|slot| slot.shared) {
+            if slot.as_ref().and_then(|slot| slot.heap.as_ref()).is_some_and(|kept| kept.shared) {
                 return Err(Failure::argument("a device's heap lives as long as the process"));
             }
-            slot.and_then(|slot| Some((slot.heap.take()?, slot.forks)))
+            slot.and_then(|slot| slot.heap.take())
         };
-        let (heap, forks) = taken.ok_or_else(|| stale(handle))?;
+        let kept = taken.ok_or_else(|| stale(handle))?;
         // A forked child only drops its copy: a recording, too, is the parent's to end.
-        if forks != FORKS.load(Relaxed) {
+        if !kept.process.is_this() {
             return Ok(());
         }
-        heap.shut_down();
+        kept.heap.shut_down();
         record::end(handle)
     })
 }

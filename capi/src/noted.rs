@@ -21,9 +21,20 @@ pub(crate) fn wanted() -> bool {
     WANTED.load(Relaxed) & (TAGS | RECORDINGS) != 0
 }
 
+/// There is a recording, or was one.
+pub(crate) fn recorded() -> bool {
+    WANTED.load(Relaxed) & RECORDINGS != 0
+}
+
 /// From now on this is noted, for good: blocks of before are then known not to be noted.
 pub(crate) fn want(what: u8) {
     WANTED.fetch_or(what, Relaxed);
+}
+
+/// In a forked child, where the locks of what is noted may be those of threads that it does not have: nothing is wanted there
+/// until it is asked for anew. Async-signal-safe.
+pub(crate) fn in_child() {
+    WANTED.store(0, Relaxed);
 }
 
 /// A block of the client's.

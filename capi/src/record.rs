@@ -23,8 +23,6 @@ struct Recording {
     path: String,
     /// Device and inode of the file.
     file: (u64, u64),
-    /// The process that records: a child that it forks off has a copy, of which nothing may reach the file.
-    process: u32,
     /// Why the file could not be written.
     failed: Option<std::io::Error>,
 }
@@ -48,7 +46,7 @@ static RECORDINGS: Mutex<Recordings> = Mutex::new(Recordings { begun: 0, now: Ve
 impl Recording {
     /// Writes a line that ends with the time. Under the lock, so that times rise.
     fn line(&mut self, text: std::fmt::Arguments<'_>) {
-        if self.failed.is_none() && self.process == std::process::id() {
+        if self.failed.is_none() {
             let time = self.began.elapsed().as_micros();
             self.failed = writeln!(self.out, "{text},{time}").err();
         }
@@ -131,17 +129,7 @@ pub unsafe extern "C" fn xseg_record_start(handle: *mut xseg_heap, path: *const 
             let number = recordings.begun;
             let (heap, path) = (handle.addr(), path.to_owned());
             let (file, began) = ((found_at.dev(), found_at.ino()), Instant::now());
-            recordings.now.push(Recording {
-                heap,
-                number,
-                blocks: 0,
-                began,
-                out,
-                path,
-                file,
-                process: std::process::id(),
-                failed: None,
-            });
+            recordings.now.push(Recording { heap, number, blocks: 0, began, out, path, file, failed: None });
         }
         noted::want(noted::RECORDINGS);
         let device = crate::devices::number(handle.addr());
@@ -162,7 +150,11 @@ pub unsafe extern "C" fn xseg_record_start(handle: *mut xseg_heap, path: *const 
 /// `xseg_heap_destroy` is.
 #[unsafe(no_mangle)]
 pub extern "C" fn xseg_record_stop(handle: *mut xseg_heap) -> xseg_status {
-    guard(|| finish(taken(handle).ok_or_else(|| Failure::argument("the heap is not being recorded"))?))
+    guard(|| {
+        // In a forked child it is refused: the recording is the parent's to end.
+        heap(handle)?;
+        finish(taken(handle).ok_or_else(|| Failure::argument("the heap is not being recorded"))?)
+    })
 }
 
 /// Ends the recording of a heap that is no more, if there is one.
@@ -171,17 +163,16 @@ pub(crate) fn end(handle: *const xseg_heap) -> Result<(), Failure> {
 }
 
 fn taken(handle: *const xseg_heap) -> Option<Recording> {
+    // Nor for a heap of a forked child's, where a thread of the parent's may have the lock.
+    if !noted::recorded() {
+        return None;
+    }
     let mut recordings = RECORDINGS.lock();
     let at = recordings.now.iter().position(|recording| recording.heap == handle.addr())?;
     Some(recordings.now.swap_remove(at))
 }
 
 fn finish(mut ended: Recording) -> Result<(), Failure> {
-    if ended.process != std::process::id() {
-        // What waits to be written is the parent's to write.
-        let _ = ended.out.into_parts();
-        return Err(Failure::argument("the recording is of the process that this one was forked off; stop it there"));
-    }
     let flushed = ended.out.flush();
     match ended.failed.or(flushed.err()) {
         Some(error) => Err(unwritten(&ended.path, &error)),

@@ -17,7 +17,7 @@ static int child(xseg_heap *heap, void *block, void *of_device) {
   CHECK(xseg_alloc(heap, 4096, stream, &other) == XSEG_UNAVAILABLE && other == NULL);
   CHECK(strstr(xseg_last_error(), "make a heap of this process's own") != NULL);
   CHECK(xseg_free(heap, block) == XSEG_UNAVAILABLE && xseg_trim(heap, &released) == XSEG_UNAVAILABLE);
-  CHECK(xseg_record_stop(heap) == XSEG_INVALID_ARGUMENT);
+  CHECK(xseg_record_stop(heap) == XSEG_UNAVAILABLE && xseg_record_start(heap, getenv("TRACE")) == XSEG_UNAVAILABLE);
   CHECK(xseg_device_block(of_device, NULL, NULL, NULL) == XSEG_UNAVAILABLE && xseg_device_free(of_device) == XSEG_OK);
   CHECK(xseg_heap_destroy(heap) == XSEG_OK && xseg_heap_destroy(heap) == XSEG_STALE_HANDLE);
   CHECK(xseg_heap_from_env(&own) == XSEG_OK && xseg_alloc(own, 8 * MIB, stream, &other) == XSEG_OK);
@@ -37,16 +37,21 @@ static void *allocate(void *heap) {
 /* Threads that a child does not have have no lock of the handles there. */
 static void beside_threads(void) {
   xseg_heap *heap = NULL, *own = NULL;
+  void *block = NULL;
   pthread_t threads[3];
   CHECK(xseg_heap_from_conf("backend:host,limit:64MiB", &heap) == XSEG_OK);
+  CHECK(xseg_record_start(heap, "/dev/null") == XSEG_OK);
   for (int at = 0; at < 3; at++) CHECK(pthread_create(&threads[at], NULL, allocate, heap) == 0);
   for (int round = 0; round < 200 && wrong == 0; round++) {
     int status = -1;
     const pid_t forked = fork();
     if (forked == 0) {
       alarm(10);
-      const int made = xseg_heap_from_conf("backend:host,limit:64MiB", &own) == XSEG_OK && xseg_heap_destroy(own) == XSEG_OK;
-      _exit(made && xseg_heap_destroy(heap) == XSEG_OK ? 0 : 1);
+      int done = xseg_heap_from_conf("backend:host,limit:64MiB", &own) == XSEG_OK;
+      for (uint64_t bytes = 512; bytes <= MIB; bytes *= 2)
+        done = done && xseg_alloc(own, bytes, stream, &block) == XSEG_OK && xseg_free(own, block) == XSEG_OK;
+      done = done && xseg_heap_destroy(own) == XSEG_OK && xseg_record_stop(heap) == XSEG_UNAVAILABLE;
+      _exit(done && xseg_heap_destroy(heap) == XSEG_OK ? 0 : 1);
     }
     CHECK(forked > 0 && waitpid(forked, &status, 0) == forked && status == 0);
   }
@@ -71,6 +76,6 @@ int main(void) {
   for (uint64_t at = 0; at < 40 * MIB; at += 4096) CHECK(((unsigned char *)block)[at] == 7);
   CHECK(xseg_free(heap, freed) == XSEG_OK && xseg_device_free(of_device) == XSEG_OK);
   /* Without a stop. */
-  CHECK(xseg_heap_destroy(heap) == XSEG_OK && xseg_record_stop(heap) == XSEG_INVALID_ARGUMENT);
+  CHECK(xseg_heap_destroy(heap) == XSEG_OK && xseg_record_stop(heap) == XSEG_STALE_HANDLE);
   return wrong;
 }
