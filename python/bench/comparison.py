@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from measure import Job, environment
-from plan import Plan, peak
+from plan import Plan, peak, probes
 from summary import report, status
 from visit import Visit, about, begin, earlier, lacks, opened, prepare, read, unwritable
 
@@ -95,21 +94,14 @@ def launch(job: Job, args: argparse.Namespace) -> Line:
     return line
 
 
-def probes(args: argparse.Namespace, lines: list[Line], runs: Sequence[str], plan: Plan) -> list[Job]:
+def all_probes(lines: list[Line], runs: Sequence[str], plan: Plan) -> list[Job]:
     """Runs under each of the limits of `--probes`."""
     if not plan.least:
         raise SystemExit("--probes is for the allocators of --least; name them there")
-    found = []
     for run in runs:
-        base = peak(lines, run)
-        if not base:
+        if not peak(lines, run):
             raise SystemExit(f"no run of {run} on native memory is known; name a file that has one in --have")
-        for factor in args.probes:
-            found += [
-                Job(run, allocator, "probe", limit=math.ceil(base * factor), factor=factor, steps=plan.probe_steps)
-                for allocator in plan.least
-            ]
-    return found
+    return [job for run in runs for job in probes(lines, run, plan)]
 
 
 def at_once(jobs: Sequence[Job], args: argparse.Namespace) -> Iterator[Line]:
@@ -123,7 +115,7 @@ def main(args: argparse.Namespace) -> int:
     stages = ["rounds", "others"] + (["losses"] if args.exact_runs else []) + (["least"] if args.least else [])
     plan = Plan(
         stages=stages, repeat=args.repeat, limit=args.limit, limited=args.limited, others=args.others, least=args.least, resolution=args.resolution,
-        probe_steps=args.probe_steps, exact_runs=args.exact_runs,
+        probes=args.probes, probe_steps=args.probe_steps, exact_runs=args.exact_runs,
     )  # fmt: skip
     if args.summary:
         print(report(read(args.summary), plan, args.commit))
@@ -139,7 +131,7 @@ def main(args: argparse.Namespace) -> int:
     if lacks("distributed.py", ("torch",), allocators):
         return 2
     lines = earlier(args.have, args.out)
-    jobs = probes(args, lines, runs, plan) if args.probes else []
+    jobs = all_probes(lines, runs, plan) if args.probes else []
     if not args.small and "xseg" in allocators:
         prepare()
     name = begin(lines)

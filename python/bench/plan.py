@@ -30,6 +30,8 @@ class Plan:
     # Whose least memory is searched, to this share of peak requested, with this many steps after the warm-up.
     least: Sequence[str] = ("xseg", "expandable")
     resolution: float = 0.0025
+    # Tried instead of searching, as multiples of peak requested.
+    probes: Sequence[float] = ()
     probe_steps: int = 24
     most_probes: int = 8
     # Steps with deterministic kernels, and runs of each allocator: only of two does one see whether they are.
@@ -126,18 +128,31 @@ def probe(low: int, high: int | None, guess: int) -> int | None:
     return (low + high) // 2
 
 
+def probe_at(lines: list[Line], run: str, allocator: str, factor: float, plan: Plan) -> Job:
+    """A run under a limit, to see whether it completes."""
+    limit = math.ceil(peak(lines, run) * factor)
+    return Job(run, allocator, "probe", limit=limit, factor=factor, steps=plan.probe_steps)
+
+
+def probes(lines: list[Line], run: str, plan: Plan) -> list[Job]:
+    """Runs under each of the plan's limits, but for those that are there."""
+    found = [probe_at(lines, run, allocator, factor, plan) for factor in plan.probes for allocator in plan.least]
+    tried = {(line["allocator"], line["limit"]) for line in of(lines, run, "probe")}
+    return [job for job in found if (job.allocator, job.limit) not in tried]
+
+
 def next_least(lines: list[Line], run: str, plan: Plan) -> Job | None:
-    base = peak(lines, run)
-    if not base:
+    if not peak(lines, run):
         return None
+    if plan.probes:
+        return next(iter(probes(lines, run, plan)), None)
     for allocator in plan.least:
         if len(of(lines, run, "probe", allocator)) >= plan.most_probes:
             continue
         low, high = bounds(lines, run, allocator, plan.resolution)
         at = probe(low, high, floor_of(lines, run, plan.resolution) + round(0.0075 / plan.resolution))
         if at is not None:
-            factor = round(1 + at * plan.resolution, 6)
-            return Job(run, allocator, "probe", limit=math.ceil(base * factor), factor=factor, steps=plan.probe_steps)
+            return probe_at(lines, run, allocator, round(1 + at * plan.resolution, 6), plan)
     return None
 
 

@@ -2,6 +2,7 @@
 
     python train.py --gpus 0,1 --commit $(git rev-parse --short HEAD) --out lines.jsonl
     python train.py --gpus 0,1 --minutes 9 --have lines.jsonl --out more.jsonl    # goes on where that ended
+    python train.py --gpus 0 --runs gpt2 --stages least --probes 1.005x,1.0075x --have lines.jsonl --out more.jsonl
     python train.py --summary lines.jsonl more.jsonl --report benches/results/training.md
 
 Each workload is on one GPU at a time, and each process adds a line of JSON to the file. The stages, in their order:
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from measure import ALLOCATORS, Job, Process, child, launch
-from options import amount, factor, names, some, whole
+from options import amount, factor, factors, names, some, whole
 from plan import STAGES, Plan
 from summary import report, status
 from visit import Visit, about, begin, earlier, lacks, opened, prepare, read, unwritable
@@ -86,6 +87,12 @@ def arguments() -> argparse.ArgumentParser:
         help="how exact that search is, as a share of peak requested (default %(default)s)",
     )
     add(
+        "--probes",
+        type=factors,
+        default=list(plan.probes),
+        help="in the stage least, try these limits instead of searching, such as 1.005x,1.0075x",
+    )
+    add(
         "--probe-steps",
         type=whole(1),
         default=plan.probe_steps,
@@ -132,7 +139,7 @@ def main() -> int:
         return 0
     plan = Plan(
         stages=args.stages, repeat=args.repeat, limit=args.limit, limited=args.limited, others=args.others, least=args.least,
-        resolution=args.resolution, probe_steps=args.probe_steps, exact_runs=args.exact_runs,
+        resolution=args.resolution, probes=args.probes, probe_steps=args.probe_steps, exact_runs=args.exact_runs,
     )  # fmt: skip
     for path in [args.report] if args.summary else [args.out, args.report]:
         if path and (why := unwritable(path)):

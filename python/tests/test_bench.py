@@ -91,6 +91,23 @@ def test_the_search_finds_the_least_limit_in_few_probes(
     assert probes <= 2 + 2 * math.log2(max(need - 1, 0.01) / plan.resolution), probes
 
 
+def test_limits_that_are_named_are_tried_instead_of_a_search() -> None:
+    plan = Plan(stages=["rounds", "least"], repeat=1, probes=[1.004, 1.0045])
+    lines: list[dict[str, Any]] = []
+    work(lines, "one", ["gpt2"], plan=plan)
+    tried = [(line["allocator"], line["factor"], line["completed"]) for line in lines if line["kind"] == "probe"]
+    assert tried == [
+        ("xseg", 1.004, False),
+        ("expandable", 1.004, False),
+        ("xseg", 1.0045, True),
+        ("expandable", 1.0045, False),
+    ]
+    assert summary.least(lines, "gpt2", "xseg") == "1.0040 to 1.0045"
+    # None of them again, but others.
+    work(lines, "two", ["gpt2"], plan=replace(plan, probes=[1.0045, 1.013]))
+    assert [line["factor"] for line in lines if line["kind"] == "probe"][4:] == [1.013, 1.013]
+
+
 def test_a_limit_that_did_below_one_that_failed_does_not_count() -> None:
     lines = [pretend(Job("gpt2", "native", "round"))]
     for factor, completed in ((1.01, True), (1.015, False), (1.02, True)):

@@ -77,18 +77,20 @@ def test_probes_are_multiples_of_what_native_requested(monkeypatch: pytest.Monke
         "completed": True,
         "peak_requested": 1000,
     }
-    plan = Plan(least=("xseg", "expandable"), probe_steps=3)
-    jobs = comparison.probes(args, [known], ["ddp"], plan)
+    plan = Plan(least=("xseg", "expandable"), probes=args.probes, probe_steps=args.probe_steps)
+    jobs = comparison.all_probes([known], ["ddp"], plan)
     assert [(job.allocator, job.limit, job.steps) for job in jobs] == [
         ("xseg", 1005, 3),
         ("expandable", 1005, 3),
         ("xseg", 1010, 3),
         ("expandable", 1010, 3),
     ]
+    tried = {**known, "allocator": "xseg", "kind": "probe", "limit": 1005}
+    assert [job.limit for job in comparison.all_probes([known, tried], ["ddp"], plan)] == [1005, 1010, 1010]
     with pytest.raises(SystemExit, match="no run of fsdp2 on native memory"):
-        comparison.probes(args, [known], ["fsdp2"], plan)
+        comparison.all_probes([known], ["fsdp2"], plan)
     with pytest.raises(SystemExit, match="name them there"):
-        comparison.probes(args, [known], ["ddp"], Plan(least=()))
+        comparison.all_probes([known], ["ddp"], Plan(least=()))
     for words in (["--probes", "much"], ["--probes", "1.01x", "--least", "none"], ["--kinds", "ddp,tp"]):
         with pytest.raises(SystemExit):
             distributed.arguments().parse_args(words)
@@ -128,9 +130,9 @@ def test_the_status_says_whether_anything_completed(
     assert compare(monkeypatch, tmp_path / "late.jsonl", failed, "--minutes", "0.001") == 0
     assert "rounds not finished" in capsys.readouterr().err
     # That a limit is too little is what probes are there to find.
-    words = ("--probes", "0.9x", "--least", "xseg")
-    assert compare(monkeypatch, out, {"completed": False, "error": "CUDA out of memory."}, *words) == 0
-    assert compare(monkeypatch, out, {"completed": False, "error": "no CUDA device"}, *words) == 1
+    words = ("--least", "xseg", "--probes")
+    assert compare(monkeypatch, out, {"completed": False, "error": "CUDA out of memory."}, *words, "0.9x") == 0
+    assert compare(monkeypatch, out, {"completed": False, "error": "no CUDA device"}, *words, "0.8x") == 1
 
 
 def test_what_is_missing_is_named_before_anything_is_written(
