@@ -1,14 +1,12 @@
-//! What the heap does at its bounds: the limit, out-of-memory errors and callbacks, pins, trim, warm-up.
+//! What the heap does at its bounds: the limit, out-of-memory errors, pins, trim, warm-up.
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 mod support;
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 use support::{MS, Random, S1, S2, out_of_memory, sim, sim_with};
-use xseg::backend::EventScope;
 use xseg::backend::host::{HostBackend, HostOptions};
 use xseg::backend::sim::SimOptions;
 use xseg::backend::timeline::Timeline;
@@ -235,94 +233,6 @@ fn the_systems_limit_on_mappings_is_an_error_of_its_own() {
     assert!(device.leaks().is_empty());
 }
 
-type Cache = Arc<Mutex<Vec<Allocation>>>;
-
-/// So many blocks of `bytes`, of which the heap's callback frees one a call; also the number of its calls.
-fn cache(lab: &support::Lab, blocks: usize, bytes: u64) -> (Cache, Arc<AtomicU64>) {
-    let cache: Cache = Arc::new(Mutex::new((0..blocks).map(|_| lab.alloc(bytes, S1)).collect()));
-    let (held, calls) = (cache.clone(), Arc::new(AtomicU64::new(0)));
-    let counter = calls.clone();
-    lab.heap.on_out_of_memory(Box::new(move |_| {
-        counter.fetch_add(1, Relaxed);
-        held.lock().unwrap().pop().is_some()
-    }));
-    (cache, calls)
-}
-
-#[test]
-fn callbacks_free_memory_before_the_error() {
-    let lab = sim("limit:64MiB");
-    let cache = Arc::new(Mutex::new(vec![lab.alloc(32 * MIB, S1), lab.alloc(16 * MIB, S1)]));
-    let asked = Arc::new(AtomicU64::new(0));
-    let (held, heap, count) = (cache.clone(), lab.heap.clone(), asked.clone());
-    lab.heap.on_out_of_memory(Box::new(move |bytes| {
-        count.fetch_add(bytes, Relaxed);
-        // No lock is held: the heap can be used.
-        assert!(heap.stats().allocated > 0);
-        held.lock().unwrap().pop().is_some()
-    }));
-    let first = lab.alloc(20 * MIB, S1);
-    assert_eq!((asked.load(Relaxed), cache.lock().unwrap().len()), (20 * MIB, 1));
-    out_of_memory(lab.heap.alloc(50 * MIB, S1));
-    assert_eq!(cache.lock().unwrap().len(), 0, "asked again for the next request");
-    out_of_memory(lab.heap.alloc(50 * MIB, S1));
-    // Twice for the first of these two requests, since the callback said that it had freed something.
-    assert_eq!((asked.load(Relaxed), lab.heap.stats().ooms), (170 * MIB, 2));
-    drop(first);
-    drop(lab.alloc(50 * MIB, S1));
-    // The callback holds the heap, so that only this ends it.
-    lab.heap.shut_down();
-}
-
-#[test]
-fn callbacks_are_asked_for_as_long_as_they_free_anything() {
-    let lab = sim("limit:64MiB");
-    let (cache, calls) = cache(&lab, 3, 20 * MIB);
-    let block = lab.alloc(30 * MIB, S1);
-    assert_eq!((calls.load(Relaxed), cache.lock().unwrap().len()), (2, 1));
-    drop(block);
-    lab.heap.shut_down();
-}
-
-#[test]
-fn a_callback_that_frees_nothing_is_asked_once() {
-    let lab = sim("limit:4MiB,wait_limit:0s");
-    let calls = Arc::new(AtomicU64::new(0));
-    let counter = calls.clone();
-    lab.heap.on_out_of_memory(Box::new(move |_| counter.fetch_add(1, Relaxed) < 1000));
-    out_of_memory(lab.heap.alloc(8 * MIB, S1));
-    assert_eq!(calls.load(Relaxed), 1, "nothing less is live after it");
-}
-
-#[test]
-fn callbacks_are_asked_once_for_what_is_larger_than_the_limit() {
-    let lab = sim("limit:64MiB");
-    let (cache, calls) = cache(&lab, 3, 4 * MIB);
-    out_of_memory(lab.heap.alloc(65 * MIB, S1));
-    assert_eq!((calls.load(Relaxed), cache.lock().unwrap().len()), (1, 2), "what they free more is of no use");
-    lab.heap.shut_down();
-}
-
-#[test]
-fn while_there_is_no_room_callbacks_are_asked_without_a_look_for_it() {
-    let lab = sim("limit:64MiB");
-    let (cache, _) = cache(&lab, 15, 4 * MIB);
-    // Each look records an event, where anything was freed since the last one.
-    let events = || {
-        let event = lab.heap.backend().record(EventScope::Context).unwrap();
-        let number = event.0;
-        lab.heap.backend().recycle(event);
-        number
-    };
-    let before = events();
-    let block = lab.alloc(50 * MIB, S1);
-    let recorded = events() - before - 1;
-    assert_eq!(cache.lock().unwrap().len(), 3);
-    assert!(recorded <= 2, "{recorded} looks, of which one finds it");
-    drop(block);
-    lab.heap.shut_down();
-}
-
 #[test]
 fn what_no_block_can_hold_is_out_of_memory_under_a_limit() {
     let lab = sim("limit:64MiB");
@@ -422,22 +332,4 @@ fn a_warm_up_beyond_the_limit_is_refused() {
     let built = xseg::Heap::builder().conf("limit:64MiB,warmup:128MiB").and_then(|b| b.backend(device.clone()).build());
     assert!(matches!(built, Err(Error::OutOfMemory(_) | Error::Config(_))), "{built:?}");
     assert_eq!(device.counts(), (0, 0, 0));
-}
-
-/// A callback whose own request fails is not called again for that.
-#[test]
-fn a_callback_that_allocates_is_not_called_for_that() {
-    let lab = sim("limit:4MiB,wait_limit:0s");
-    let (heap, calls) = (lab.heap.clone(), Arc::new(AtomicU64::new(0)));
-    let counter = calls.clone();
-    lab.heap.on_out_of_memory(Box::new(move |_| {
-        counter.fetch_add(1, Relaxed);
-        heap.alloc(8 * MIB, S1).is_ok()
-    }));
-    for round in 1..=2 {
-        out_of_memory(lab.heap.alloc(8 * MIB, S2));
-        assert_eq!(calls.load(Relaxed), round);
-    }
-    assert_eq!(lab.heap.stats().ooms, 4);
-    lab.heap.shut_down();
 }
