@@ -220,12 +220,14 @@ class Allocator final : public CUDAPluggableAllocator {
     if (!filters.empty()) filters.pop_back();
   }
   void releasePool(c10::DeviceIndex device, MempoolId_t pool) override {
-    if (own_pools.knows(device, {pool.first, pool.second})) return own_pools.release(device, {pool.first, pool.second});
     // Called by destructors, which an exception would end the process in; a forked child, too, destroys what it has copies of.
     xseg_heap* heap = nullptr;
-    if (xseg_device_heap(device, &heap) != XSEG_OK || xseg_release_capture(heap, {pool.first, pool.second}) != XSEG_OK) {
-      TORCH_WARN("xseg could not release a pool: ", xseg_last_error());
+    auto status = xseg_device_heap(device, &heap);
+    if (status == XSEG_OK) {
+      if (own_pools.knows(device, {pool.first, pool.second})) return own_pools.release(device, {pool.first, pool.second});
+      status = xseg_release_capture(heap, {pool.first, pool.second});
     }
+    if (status != XSEG_OK) TORCH_WARN("xseg could not release a pool: ", xseg_last_error());
   }
 #if XSEG_TORCH_SINCE(2, 11)
   void createOrIncrefPool(c10::DeviceIndex device, MempoolId_t pool, std::shared_ptr<CUDAAllocator> other) override {
@@ -389,7 +391,11 @@ void* take(size_t bytes, int device, cudaStream_t stream) {
 
 void give_back(void* block) {
   if (block == nullptr) return;
-  if (C10_UNLIKELY(own_pools.any()) && own_pools.give(block)) return;
+  if (C10_UNLIKELY(own_pools.any())) {
+    // In a forked child, where it is the parent's, as all blocks are.
+    if (xseg_device_block(block, nullptr, nullptr, nullptr) == XSEG_UNAVAILABLE) return;
+    if (own_pools.give(block)) return;
+  }
   const bool recorded = history.on(), profiled = c10::memoryProfilingEnabled();
   if (C10_UNLIKELY(recorded || profiled)) {
     int device = 0;
