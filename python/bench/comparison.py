@@ -68,6 +68,14 @@ def words(job: Job, args: argparse.Namespace) -> list[str]:
     return command
 
 
+def rank_line(text: str) -> Line | None:
+    """The line of a rank; None for what else was written, and for one that another rank wrote into."""
+    try:
+        return json.loads(text) if text.startswith('{"rank"') else None
+    except ValueError:
+        return None
+
+
 def launch(job: Job, args: argparse.Namespace) -> Line:
     """Starts the ranks of a job, and gives their line."""
     began = time.monotonic()
@@ -82,7 +90,7 @@ def launch(job: Job, args: argparse.Namespace) -> Line:
         timed_out = True
         os.killpg(started.pid, signal.SIGKILL)
         out, err = started.communicate()
-    ranks = [json.loads(text) for text in out.splitlines() if text.startswith('{"rank"')]
+    ranks = [rank for text in out.splitlines() if (rank := rank_line(text))]
     line = {"run": job.run, "allocator": job.allocator, "kind": job.kind, "round": job.round, "limit": job.limit}
     line.update(factor=job.factor, steps=job.steps or args.steps, world=args.ranks)
     line.update(together(job, ranks, args.ranks))
@@ -135,6 +143,8 @@ def main(args: argparse.Namespace) -> int:
     if not args.small and "xseg" in allocators:
         prepare()
     name = begin(lines)
+    # Which takes a while: a file without a line is none of a visit's.
+    lines.append(about(name, args.commit, ["python", *sys.argv]))
     with opened(args.out) as out:
 
         def keep(line: Line) -> None:
@@ -144,7 +154,6 @@ def main(args: argparse.Namespace) -> int:
                 json.dumps({key: value for key, value in line.items() if key not in ("losses", "step_ms")}), flush=True
             )
 
-        lines.append(about(name, args.commit, ["python", *sys.argv]))
         keep(lines[-1])
         deadline = began + 60 * args.minutes if args.minutes else float("inf")
         if args.probes:

@@ -58,6 +58,16 @@ def of(lines: Iterable[Line], run: str, kind: str, allocator: str | None = None)
     ]
 
 
+def short(line: Line) -> bool:
+    """Did the run end because its limit was too little?"""
+    return bool(line.get("limit")) and "out of memory" in (line.get("error") or "").lower()
+
+
+def has_result(line: Line) -> bool:
+    """Did the run end as runs do, and not in another error or none at all? That a limit is too little is a result, too."""
+    return bool(line["completed"]) or short(line)
+
+
 def plenty(lines: Iterable[Line], run: str, allocator: str) -> list[Line]:
     """Completed runs with all of the card's memory and the kernels that programs get."""
     found = of(lines, run, "round", allocator) + of(lines, run, "other", allocator)
@@ -106,7 +116,7 @@ def bounds(lines: list[Line], run: str, allocator: str, resolution: float) -> tu
         return 0, None
 
     held = [line for line in of(lines, run, "round", allocator) if line["limit"]] + of(lines, run, "probe", allocator)
-    failed = max([never_enough(lines, run), *(line["limit"] for line in held if not line["completed"])])
+    failed = max([never_enough(lines, run), *(line["limit"] for line in held if short(line))])
     good = [line["limit"] for line in held if line["completed"]]
     if allocator in ("native", "expandable"):
         # With a limit of what they reserved at most, these run as without one.
@@ -134,25 +144,33 @@ def probe_at(lines: list[Line], run: str, allocator: str, factor: float, plan: P
     return Job(run, allocator, "probe", limit=limit, factor=factor, steps=plan.probe_steps)
 
 
-def probes(lines: list[Line], run: str, plan: Plan) -> list[Job]:
-    """Runs under each of the plan's limits, but for those that are there."""
+def is_tried(lines: list[Line], job: Job, visit: str) -> bool:
+    """Is there a result of such a probe, or did one end without any in this visit?"""
+    same = [line for line in of(lines, job.run, job.kind, job.allocator) if line["limit"] == job.limit]
+    return any(has_result(line) or line.get("visit") == visit for line in same)
+
+
+def probes(lines: list[Line], run: str, plan: Plan, visit: str = "") -> list[Job]:
+    """Runs under each of the plan's limits, but for those that were tried."""
     found = [probe_at(lines, run, allocator, factor, plan) for factor in plan.probes for allocator in plan.least]
-    tried = {(line["allocator"], line["limit"]) for line in of(lines, run, "probe")}
-    return [job for job in found if (job.allocator, job.limit) not in tried]
+    return [job for job in found if not is_tried(lines, job, visit)]
 
 
-def next_least(lines: list[Line], run: str, plan: Plan) -> Job | None:
+def next_least(lines: list[Line], run: str, plan: Plan, visit: str) -> Job | None:
     if not peak(lines, run):
         return None
     if plan.probes:
-        return next(iter(probes(lines, run, plan)), None)
+        return next(iter(probes(lines, run, plan, visit)), None)
     for allocator in plan.least:
         if len(of(lines, run, "probe", allocator)) >= plan.most_probes:
             continue
         low, high = bounds(lines, run, allocator, plan.resolution)
         at = probe(low, high, floor_of(lines, run, plan.resolution) + round(0.0075 / plan.resolution))
-        if at is not None:
-            return probe_at(lines, run, allocator, round(1 + at * plan.resolution, 6), plan)
+        if at is None:
+            continue
+        job = probe_at(lines, run, allocator, round(1 + at * plan.resolution, 6), plan)
+        if not is_tried(lines, job, visit):
+            return job
     return None
 
 
@@ -206,5 +224,5 @@ def next_job(lines: list[Line], run: str, stage: str, plan: Plan, visit: str) ->
             if sum(line["completed"] for line in tried) < plan.exact_runs and len(tried) < 2 * plan.exact_runs + 1:
                 return Job(run, allocator, "exact", steps=plan.exact_steps, deterministic=True)
     if stage == "least":
-        return next_least(lines, run, plan)
+        return next_least(lines, run, plan, visit)
     return None

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from plan import Line, Plan, bounds, complete_rounds, of, peak, plenty
+from plan import Line, Plan, bounds, complete_rounds, has_result, of, peak, plenty, short
 
 GIB = 1 << 30
 # A step of so many times the middle one's time on native is none of steady training.
@@ -215,15 +215,10 @@ def exact(lines: list[Line], run: str) -> str | None:
     return f"{run}: equal up to step {min(found)}, then {far:.1e} apart; {self_apart}, {own_spread(native):.1e} apart"
 
 
-def short(line: Line) -> bool:
-    """Did the run end because its limit was too little? That is a result, too."""
-    return bool(line.get("limit")) and "out of memory" in (line.get("error") or "").lower()
-
-
 def status(lines: Sequence[Line], visit: str) -> int:
     """A program's exit status after a visit: 1 where runs were started and none of them has a result."""
     runs = [line for line in lines if line.get("visit") == visit and "run" in line]
-    failed = bool(runs) and not any(line["completed"] or short(line) for line in runs)
+    failed = bool(runs) and not any(has_result(line) for line in runs)
     if failed:
         print("no run completed; the end of the report says why", file=sys.stderr)
     return int(failed)

@@ -182,6 +182,8 @@ def main() -> int:
     if args.device == "cuda" and "xseg" in plan.allocators():
         prepare()
     name = begin(lines)
+    # Which takes a while: a file without a line is none of a visit's.
+    lines.append(about(name, args.commit, ["python", *sys.argv]))
     with opened(args.out) as out:
 
         def keep(line: dict[str, Any]) -> None:
@@ -192,7 +194,6 @@ def main() -> int:
             }
             print(json.dumps(shown), flush=True)
 
-        lines.append(about(name, args.commit, ["python", *sys.argv]))
         keep(lines[-1])
         deadline = began + 60 * args.minutes if args.minutes else float("inf")
         left = Visit(name, lines, keep, start, plan, args.runs, deadline).go(len(gpus))

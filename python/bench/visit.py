@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
@@ -193,6 +194,13 @@ class Visit:
         walls = [line["wall"] for line in self.lines if line.get("run") == run and line.get("visit") == self.name]
         return max(walls, default=60.0)
 
+    def line(self, job: Job, slot: int) -> Line:
+        """What a job's process says of it, also where it cannot be started or understood: the visit goes on."""
+        try:
+            return self.start(job, slot)
+        except (OSError, ValueError) as error:
+            return {**asdict(job), "completed": False, "wall": 0.0, "error": f"{type(error).__name__}: {error}"}
+
     def work(self, slot: int) -> None:
         """Runs tasks on the GPU of number `slot` in the list of GPUs."""
         while (task := self.take()) is not None:
@@ -206,7 +214,7 @@ class Visit:
                         self.left.append(task)
                     if job is None or late:
                         break
-                    line = {**self.start(job, slot), "visit": self.name, "slot": slot}
+                    line = {**self.line(job, slot), "visit": self.name, "slot": slot}
                     with self.changed:
                         self.lines.append(line)
                         self.keep(line)

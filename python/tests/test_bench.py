@@ -110,10 +110,26 @@ def test_limits_that_are_named_are_tried_instead_of_a_search() -> None:
 
 def test_a_limit_that_did_below_one_that_failed_does_not_count() -> None:
     lines = [pretend(Job("gpt2", "native", "round"))]
-    for factor, completed in ((1.01, True), (1.015, False), (1.02, True)):
+    for factor, error in ((1.01, None), (1.015, "CUDA out of memory."), (1.02, None), (1.025, "no end in 180 s")):
         probe = pretend(Job("gpt2", "xseg", "probe", limit=math.ceil(PEAK * factor), factor=factor))
-        lines.append({**probe, "completed": completed})
+        lines.append({**probe, "completed": error is None, "error": error})
     assert planning.bounds(lines, "gpt2", "xseg", 0.005) == (3, 4)
+
+
+@pytest.mark.parametrize("named", [[], [1.01]])
+def test_a_probe_without_a_result_is_tried_once_a_visit(named: list[float]) -> None:
+    lines: list[dict[str, Any]] = [{**pretend(Job("gpt2", "native", "round")), "visit": "none"}]
+    plan = Plan(stages=["least"], least=["xseg"], probes=named)
+
+    def crash(job: Job, slot: int) -> dict[str, Any]:
+        raise OSError("no process can be started")
+
+    for visits in (1, 2):
+        work(lines, f"visit {visits}", ["gpt2"], crash, plan=plan)
+        probes = [line for line in lines if line["kind"] == "probe"]
+        assert len(probes) == visits and probes[-1]["error"] == "OSError: no process can be started"
+    work(lines, "at last", ["gpt2"], plan=plan)
+    assert planning.bounds(lines, "gpt2", "xseg", 0.0025)[1] == (4 if named else 2)
 
 
 def test_the_search_goes_below_natives_peak_where_another_needs_less() -> None:
@@ -123,7 +139,7 @@ def test_the_search_goes_below_natives_peak_where_another_needs_less() -> None:
     assert planning.floor_of([*lines, lean], "gpt2", 0.0025) == -40
     probes = [line for line in lines if line["kind"] != "probe"] + [lean]
     assert planning.bounds([line for line in probes if not line.get("limit")], "gpt2", "xseg", 0.0025) == (-40, None)
-    job = planning.next_least([line for line in probes if not line.get("limit")], "gpt2", Plan(least=("xseg",)))
+    job = planning.next_least([line for line in probes if not line.get("limit")], "gpt2", Plan(least=("xseg",)), "v")
     assert job is not None and job.factor == 0.9075
 
 
@@ -133,7 +149,10 @@ def test_limits_are_shown_as_the_probes_had_them(base: int) -> None:
 
     def shown(*probes: tuple[float, bool]) -> str:
         jobs = [(Job("gpt2", "xseg", "probe", limit=math.ceil(base * factor)), done) for factor, done in probes]
-        return summary.least([*lines, *({**pretend(job), "completed": done} for job, done in jobs)], "gpt2", "xseg")
+        probed = [
+            {**pretend(job), "completed": done, "error": None if done else "CUDA out of memory."} for job, done in jobs
+        ]
+        return summary.least([*lines, *probed], "gpt2", "xseg")
 
     for at in range(1, 300):
         above, below = 1 + at * 0.0001, 1 + (at - 1) * 0.0001

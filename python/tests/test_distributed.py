@@ -115,6 +115,13 @@ def compare(monkeypatch: pytest.MonkeyPatch, out: Path, ending: dict[str, Any], 
     return comparison.main(distributed.arguments().parse_args(["--compare", "--small", "--out", str(out), *words]))
 
 
+def test_a_rank_whose_line_was_cut_gave_none() -> None:
+    whole = '{"rank": 0, "completed": true}'
+    assert comparison.rank_line(whole) == {"rank": 0, "completed": True}
+    assert comparison.rank_line('{"rank": 1, "step_ms": [1.0,{"rank": 0}') is None
+    assert comparison.rank_line("a warning") is None
+
+
 def test_the_status_says_whether_anything_completed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
