@@ -303,7 +303,8 @@ uint32_t xseg_version(void);
 const char *xseg_version_string(void);
 
 // Adds a function that may free memory before an out-of-memory error. When it says that it did, the request is tried again, and
-// the function called again while less and less is live; for what is larger than the limit once.
+// the function called again while less and less is live: until the limit has room, and, where the device has nothing more to
+// wait for, until there is a place; for what is larger than the limit once.
 //
 // What the caller promises:
 // Any thread may call `callback` with `user` until the heap is destroyed.

@@ -80,7 +80,8 @@ pub(crate) fn mapping(callback: xseg_mapping_callback, user: *mut c_void) -> Opt
 }
 
 /// Adds a function that may free memory before an out-of-memory error. When it says that it did, the request is tried again, and
-/// the function called again while less and less is live; for what is larger than the limit once.
+/// the function called again while less and less is live: until the limit has room, and, where the device has nothing more to
+/// wait for, until there is a place; for what is larger than the limit once.
 ///
 /// # Safety
 /// Any thread may call `callback` with `user` until the heap is destroyed.

@@ -260,8 +260,9 @@ impl Heap {
     }
 
     /// Adds a function that is called, without any lock held, before an out-of-memory error. It may
-    /// free blocks; when it says that it did, the request is tried again, and the function called again while less and less is live
-    /// (for what is larger than the limit once). A request that it makes itself calls none.
+    /// free blocks; when it says that it did, the request is tried again. It is called again while that leaves less and less live: until
+    /// the limit has room, and, where the device has nothing more to wait for, until there is a place (for what is larger than the limit
+    /// once). A request that it makes itself calls none.
     pub fn on_out_of_memory(&self, callback: OutOfMemoryCallback) {
         self.inner.callbacks.lock().push(Arc::from(callback));
     }
