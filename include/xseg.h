@@ -633,7 +633,8 @@ const char *xseg_last_error(void);
 const char *xseg_status_name(int status);
 
 // From now on what this thread allocates on devices' heaps has the tag `name`, until `xseg_tag_pop`. Tags nest; the
-// innermost counts. A process has up to 1024 different names. Until the first call tags cost nothing.
+// innermost counts. A process has up to 1024 different names. Until the first call tags cost nothing. In a forked child they mean
+// nothing, and this and `xseg_tag_pop` do nothing.
 //
 // What the caller promises:
 // `name` is null or a string.

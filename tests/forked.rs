@@ -127,6 +127,7 @@ fn a_forked_child_waits_for_none_of_the_parents_threads() {
                     }
                     side.device.launch(S0, || ()).unwrap();
                     side.heap.trim();
+                    side.heap.reset_peaks();
                     other.heap.tick();
                 }
             });
@@ -136,6 +137,8 @@ fn a_forked_child_waits_for_none_of_the_parents_threads() {
                 blocks.clear();
                 imports.clear();
                 side.heap.trim();
+                side.heap.reset_peaks();
+                side.heap.on_out_of_memory(Box::new(|_| false));
                 side.heap.shut_down();
                 let own = Side::new("limit:64MiB");
                 let block = own.heap.alloc(8 * MIB, S0).unwrap();

@@ -5,11 +5,12 @@
 mod support;
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
+use std::cell::RefCell;
+use std::sync::{Arc, Mutex, mpsc};
 use support::{MS, S1, S2, out_of_memory, sim};
-use xseg::Allocation;
 use xseg::backend::EventScope;
 use xseg::units::MIB;
+use xseg::{Allocation, Error, Heap};
 
 type Cache = Arc<Mutex<Vec<Allocation>>>;
 
@@ -114,6 +115,33 @@ fn a_callback_that_allocates_is_not_called_for_that() {
         assert_eq!(calls.load(Relaxed), round);
     }
     assert_eq!(lab.heap.stats().ooms, 4);
+    lab.heap.shut_down();
+}
+
+/// Requests that a thread's own values make as the thread ends.
+#[test]
+fn a_thread_that_ends_is_out_of_memory_as_others_are() {
+    struct Last(Heap, mpsc::Sender<Result<(), Error>>);
+    impl Drop for Last {
+        fn drop(&mut self) {
+            self.1.send(self.0.alloc(8 * MIB, S1).map(drop)).unwrap();
+        }
+    }
+    thread_local! {
+        static LAST: RefCell<Option<Last>> = const { RefCell::new(None) };
+    }
+    let lab = sim("limit:4MiB,wait_limit:0s");
+    lab.heap.on_out_of_memory(Box::new(|_| false));
+    let (sender, done) = mpsc::channel();
+    let heap = lab.heap.clone();
+    let thread = std::thread::spawn(move || {
+        // Made before the heap's own value of the thread, so that it ends after that.
+        LAST.set(Some(Last(heap.clone(), sender)));
+        out_of_memory(heap.alloc(8 * MIB, S1));
+    });
+    thread.join().unwrap();
+    out_of_memory(done.recv().unwrap());
+    assert_eq!(lab.heap.stats().ooms, 2);
     lab.heap.shut_down();
 }
 

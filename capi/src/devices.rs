@@ -44,6 +44,15 @@ extern "C" fn in_child() {
     teller::in_child();
 }
 
+/// From now on forked children know that they are.
+pub(crate) fn watch_forks() {
+    static WATCH: Once = Once::new();
+    WATCH.call_once(|| {
+        // SAFETY: the function only changes atomics and closes a descriptor, which is allowed after a fork.
+        let _ = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+    });
+}
+
 pub(crate) fn forked() -> Result<(), Failure> {
     if FORKED.load(Relaxed) {
         let why = "this process was forked off one that uses the GPU; start it by `spawn` to use the GPU in it";
@@ -94,11 +103,7 @@ pub(crate) fn device(number: c_int) -> Result<&'static Device, Failure> {
         }
     });
     let heap = Heap::builder().config(config(number as u32)?).on_mapping(told).build()?;
-    static WATCH: Once = Once::new();
-    WATCH.call_once(|| {
-        // SAFETY: the function only changes atomics and closes a descriptor, which is allowed after a fork.
-        let _ = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
-    });
+    watch_forks();
     let handle = enter(heap.clone(), true)?.expose_provenance();
     let new = Device { heap, handle, bytes_allocated: AtomicU64::new(0), bytes_requested: AtomicU64::new(0) };
     Ok(place.get_or_init(|| new))

@@ -1,5 +1,6 @@
 //! Tags: what of a device's memory is for what, by the words of the threads that allocate it.
 
+use crate::devices::{forked, watch_forks};
 use crate::heap::{place, put};
 use crate::noted;
 use crate::status::{Failure, guard, xseg_status};
@@ -39,7 +40,12 @@ thread_local! {
     static CURRENT: RefCell<Vec<Tag>> = const { RefCell::new(Vec::new()) };
 }
 
+fn ending() -> Failure {
+    Failure::argument("this thread is ending, and has no tags any more")
+}
+
 fn entry(tag: Tag) -> Option<&'static Entry> {
+    forked().ok()?;
     ENTRIES.read().get(tag as usize).copied()
 }
 
@@ -111,7 +117,8 @@ pub struct xseg_tag_figures {
 }
 
 /// From now on what this thread allocates on devices' heaps has the tag `name`, until `xseg_tag_pop`. Tags nest; the
-/// innermost counts. A process has up to 1024 different names. Until the first call tags cost nothing.
+/// innermost counts. A process has up to 1024 different names. Until the first call tags cost nothing. In a forked child they mean
+/// nothing, and this and `xseg_tag_pop` do nothing.
 ///
 /// # Safety
 /// `name` is null or a string.
@@ -119,11 +126,16 @@ pub struct xseg_tag_figures {
 pub unsafe extern "C" fn xseg_tag_push(name: *const c_char) -> xseg_status {
     guard(|| {
         place(name.cast_mut(), "name")?;
+        watch_forks();
+        // A data loader's worker may do as its parent does: nothing is allocated there, and a lock may be that of a thread which it
+        // does not have.
+        if forked().is_err() {
+            return Ok(());
+        }
         // SAFETY: not null, and the caller's.
         let tag = number(unsafe { CStr::from_ptr(name) })?;
         noted::want(noted::TAGS);
-        CURRENT.with(|tags| tags.borrow_mut().push(tag));
-        Ok(())
+        CURRENT.try_with(|tags| tags.borrow_mut().push(tag)).map_err(|_| ending())
     })
 }
 
@@ -131,7 +143,10 @@ pub unsafe extern "C" fn xseg_tag_push(name: *const c_char) -> xseg_status {
 #[unsafe(no_mangle)]
 pub extern "C" fn xseg_tag_pop() -> xseg_status {
     guard(|| {
-        let ended = CURRENT.with(|tags| tags.borrow_mut().pop());
+        if forked().is_err() {
+            return Ok(());
+        }
+        let ended = CURRENT.try_with(|tags| tags.borrow_mut().pop()).map_err(|_| ending())?;
         ended.map(|_| ()).ok_or_else(|| Failure::argument("this thread has no tag to end"))
     })
 }
@@ -159,6 +174,7 @@ pub unsafe extern "C" fn xseg_tags(
         if capacity > 0 {
             place(figures, "figures")?;
         }
+        forked()?;
         let device = checked(device)?;
         let entries = ENTRIES.read();
         let filled = entries.iter().take(capacity).map(|entry| {
@@ -187,6 +203,7 @@ pub unsafe extern "C" fn xseg_tags(
 #[unsafe(no_mangle)]
 pub extern "C" fn xseg_tags_reset_peaks(device: c_int) -> xseg_status {
     guard(|| {
+        forked()?;
         let device = checked(device)?;
         for entry in ENTRIES.read().iter() {
             let counts = &entry.by_device[device];

@@ -12,6 +12,7 @@ use rustix::process::{geteuid, getpid};
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::collections::HashMap;
 use std::fs::File;
+use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
@@ -164,6 +165,8 @@ fn serve(listener: &UnixListener, mut spare: Option<File>) {
                 spare = None;
                 if let Ok((stream, _)) = listener.accept() {
                     answer(&stream);
+                    // Also where a forked child has a copy.
+                    let _ = stream.shutdown(Shutdown::Both);
                 }
             }
             // Others had it first.

@@ -4,7 +4,7 @@
 //! kind of function here that another language's exception leaves. The C++ part of the Python package does not
 //! use these but `xseg_device_alloc` and the rest, and throws PyTorch's own type.
 
-use crate::devices::{allocate, device, devices, free, record_use};
+use crate::devices::{allocate, device, devices, forked, free, record_use};
 use crate::status::{Failure, caught, guard, note};
 use crate::{throw, xseg_stream};
 use parking_lot::{Mutex, RwLock};
@@ -93,7 +93,8 @@ pub extern "C" fn xseg_torch_memory_fraction(fraction: f64, device: c_int) {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn xseg_torch_base_alloc(block: *mut c_void, size: *mut usize) -> *mut c_void {
     let address = block.addr() as u64;
-    let found = devices().find_map(|(_, device)| device.heap.block_size(address).ok());
+    // None in a forked child, where a thread of the parent's may have the lock.
+    let found = forked().ok().and_then(|()| devices().find_map(|(_, device)| device.heap.block_size(address).ok()));
     // SAFETY: the caller's.
     unsafe { crate::heap::put(size, found.map_or(0, |sizes| sizes.1 as usize)) };
     block

@@ -28,10 +28,7 @@ pub(crate) struct Heap {
 
 impl Heap {
     fn ours(&self) -> PyResult<&xseg::Heap> {
-        if self.process.is_this() {
-            return Ok(&self.heap);
-        }
-        Err(Error::new_err(FORKED))
+        refuse_forked(self.process).map(|()| &self.heap)
     }
 }
 
@@ -60,7 +57,8 @@ impl Heap {
         let heap = self.ours()?;
         let found = py.detach(|| heap.alloc(bytes, StreamId(stream))).map_err(raise)?;
         let kind = self.heap.backend().kind();
-        Ok(Block { address: found.address(), bytes, stream, kind, found: std::sync::Mutex::new(Some(Arc::new(found))) })
+        let (address, process) = (found.address(), self.process);
+        Ok(Block { address, bytes, stream, kind, found: std::sync::Mutex::new(Some(Arc::new(found))), process })
     }
 
     /// As `alloc`, for a bare address that `free` frees.
@@ -259,6 +257,12 @@ pub(crate) struct Block {
     kind: BackendKind,
     /// Views hold it, too.
     found: std::sync::Mutex<Option<Arc<Allocation>>>,
+    process: Process,
+}
+
+/// A child that was forked off gets no view of what is its parent's: it would write into the parent's memory.
+pub(crate) fn refuse_forked(process: Process) -> PyResult<()> {
+    if process.is_this() { Ok(()) } else { Err(Error::new_err(FORKED)) }
 }
 
 fn closed() -> PyErr {
@@ -321,6 +325,7 @@ impl Block {
 
     /// The memory as a writable memoryview of bytes, on host memory only. The block is not freed before it and its slices are gone.
     fn view<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        refuse_forked(self.process)?;
         let found = locked(&self.found).clone();
         self.range().view(py, found.ok_or_else(closed)?)
     }

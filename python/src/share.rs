@@ -1,6 +1,7 @@
 //! Blocks that several processes use, as Python classes.
 
 use crate::errors::{ShareError, raise};
+use crate::heap::refuse_forked;
 use crate::memory::Range;
 use crate::number;
 use pyo3::exceptions::PyOSError;
@@ -9,6 +10,7 @@ use pyo3::types::{PyDict, PyInt, PyTuple};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use xseg::backend::BackendKind;
+use xseg::process::Process;
 
 pub(crate) fn locked<T>(place: &Mutex<T>) -> MutexGuard<'_, T> {
     place.lock().unwrap_or_else(PoisonError::into_inner)
@@ -116,12 +118,13 @@ pub(crate) struct Imported {
     range: Range,
     /// Views hold it, too.
     found: Mutex<Option<Arc<xseg::Imported>>>,
+    process: Process,
 }
 
 impl Imported {
     pub(crate) fn new(found: xseg::Imported, kind: BackendKind) -> Self {
         let range = Range { address: found.address(), bytes: found.len(), kind };
-        Self { range, found: Mutex::new(Some(Arc::new(found))) }
+        Self { range, found: Mutex::new(Some(Arc::new(found))), process: Process::this() }
     }
 
     fn open(&self) -> PyResult<Range> {
@@ -163,6 +166,7 @@ impl Imported {
 
     /// The memory as a writable memoryview of bytes, on host memory only. The import does not end before it and its slices are gone.
     fn view<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        refuse_forked(self.process)?;
         self.range.view(py, self.held()?)
     }
 

@@ -81,6 +81,22 @@ def test_a_child_gets_nothing_of_the_parents_heap() -> None:
     heap.check()
 
 
+def test_a_child_gets_no_view() -> None:
+    heap = xseg.Heap("backend:host,limit:128MiB")
+    block = heap.alloc(3 * MIB)
+    other = xseg.Heap("backend:host,limit:128MiB")
+    imported = other.import_(block.export())
+
+    def look() -> None:
+        for one in (block, imported):
+            with pytest.raises(xseg.Error, match="make a heap of this process's own"):
+                one.view()
+
+    assert child(look) == 0
+    block.view()[0] = 9
+    assert imported.view()[0] == 9
+
+
 def test_a_child_drops_blocks_while_the_parents_threads_allocate() -> None:
     heap = xseg.Heap("backend:host,limit:512MiB")
     blocks = [heap.alloc(size) for size in (600, 4096, 3 * MIB, 40 * MIB)]

@@ -74,7 +74,8 @@ struct Behind {
 /// A block that was exported once, for one import: a descriptor that another process turns into an
 /// [`Imported`](super::Imported).
 ///
-/// Dropped or lost on its way, the export ends; the block is then as if it had never been. Up to 16 descriptors of the block's
+/// Dropped or lost on its way, the export ends; the block is then as if it had never been. A copy of the descriptor in a forked child
+/// counts, as any does: the export ends with the last one. Up to 16 descriptors of the block's
 /// memory wait in it, which the system counts against the user's limit of open files; of a block with more handles they are
 /// made as the importer asks for them, by a thread that ends with that.
 #[derive(Debug)]

@@ -21,20 +21,23 @@ struct Asking;
 impl Asking {
     /// `None` when they do already.
     fn begin(heap: usize) -> Option<Self> {
-        ASKING.with_borrow_mut(|heaps| {
+        // A thread that is ending and has no such list any more asks nobody.
+        let begun = ASKING.try_with(|heaps| {
+            let mut heaps = heaps.borrow_mut();
             let new = !heaps.contains(&heap);
             new.then(|| {
                 heaps.push(heap);
                 Self
             })
-        })
+        });
+        begun.ok().flatten()
     }
 }
 
 impl Drop for Asking {
     fn drop(&mut self) {
         // Also after a panic of a callback; the last one in is the first one out.
-        let _ = ASKING.with_borrow_mut(Vec::pop);
+        let _ = ASKING.try_with(|heaps| heaps.borrow_mut().pop());
     }
 }
 

@@ -264,7 +264,9 @@ impl Heap {
     /// the limit has room, and, where the device has nothing more to wait for, until there is a place (for what is larger than the limit
     /// once). A request that it makes itself calls none.
     pub fn on_out_of_memory(&self, callback: OutOfMemoryCallback) {
-        self.inner.callbacks.lock().push(Arc::from(callback));
+        if self.inner.driver.is_ours() {
+            self.inner.callbacks.lock().push(Arc::from(callback));
+        }
     }
 
     /// What the heap did and holds.
@@ -282,7 +284,9 @@ impl Heap {
 
     /// Sets the peaks to the present values.
     pub fn reset_peaks(&self) {
-        self.inner.reset_peaks();
+        if self.inner.driver.is_ours() {
+            self.inner.reset_peaks();
+        }
     }
 
     /// The policy in force.

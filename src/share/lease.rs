@@ -52,8 +52,8 @@ impl End {
     }
 
     fn has_hung_up(&self, limit: Duration) -> bool {
-        // A socket that cannot be asked has nobody at its other end.
-        ready(self.socket.as_fd(), PollFlags::empty(), Some(limit)).map_or(true, |found| !found.is_empty())
+        // A system that says nothing (a limit of no descriptors, say) has not said that it is over (I13).
+        ready(self.socket.as_fd(), PollFlags::empty(), Some(limit)).is_ok_and(|found| !found.is_empty())
     }
 }
 
@@ -119,7 +119,7 @@ impl Lease {
             Some(process) if !heard.done => {
                 // Readable once the process has ended, with all that the kernel does for it.
                 let gone = ready(process.as_fd(), PollFlags::IN, Some(limit));
-                gone.map_or(true, |found| found.contains(PollFlags::IN))
+                gone.is_ok_and(|found| found.contains(PollFlags::IN))
             }
             _ => true,
         }

@@ -349,6 +349,24 @@ fn all_descriptors() -> Vec<OwnedFd> {
 }
 
 #[test]
+fn an_import_is_not_over_where_nothing_can_be_asked() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    alone("an_import_is_not_over_where_nothing_can_be_asked", || {
+        let (lease, tie, _) = opened();
+        tie.hello().unwrap();
+        let before = getrlimit(Resource::Nofile);
+        setrlimit(Resource::Nofile, Rlimit { current: Some(0), ..before }).unwrap();
+        assert_eq!(hung_up([&lease].into_iter()), [true], "to be asked by itself");
+        assert!(!lease.is_over(NOW));
+        setrlimit(Resource::Nofile, before).unwrap();
+        assert_eq!(hung_up([&lease].into_iter()), [false]);
+        tie.done();
+        assert_eq!(hung_up([&lease].into_iter()), [true]);
+        assert!(lease.is_over(NOW));
+    });
+}
+
+#[test]
 fn a_pidfd_that_finds_no_room_is_not_lost() {
     alone("a_pidfd_that_finds_no_room_is_not_lost", || {
         let (lease, tie, _) = opened();

@@ -30,17 +30,25 @@ static atomic_int ended;
 
 static void *allocate(void *heap) {
   void *block = NULL;
-  while (!ended) CHECK(xseg_alloc(heap, 4096, stream, &block) == XSEG_OK && xseg_free(heap, block) == XSEG_OK);
+  size_t count = 0;
+  while (!ended) {
+    CHECK(xseg_alloc(heap, 4096, stream, &block) == XSEG_OK && xseg_free(heap, block) == XSEG_OK);
+    CHECK(xseg_tag_push("parent") == XSEG_OK && xseg_tags(0, NULL, 0, &count) == XSEG_OK && xseg_tag_pop() == XSEG_OK);
+    CHECK(xseg_device_alloc(0, 3 * MIB, stream, &block) == XSEG_OK && xseg_device_free(block) == XSEG_OK);
+  }
   return NULL;
 }
 
 /* Threads that a child does not have have no lock of the handles there. */
 static void beside_threads(void) {
   xseg_heap *heap = NULL, *own = NULL;
-  void *block = NULL;
+  void *block = NULL, *of_device = NULL;
+  size_t size = 0;
   pthread_t threads[3];
   CHECK(xseg_heap_from_conf("backend:host,limit:64MiB", &heap) == XSEG_OK);
   CHECK(xseg_record_start(heap, "/dev/null") == XSEG_OK);
+  CHECK(xseg_device_alloc(0, MIB, stream, &of_device) == XSEG_OK);
+  CHECK(xseg_torch_base_alloc(of_device, &size) == of_device && size == MIB);
   for (int at = 0; at < 3; at++) CHECK(pthread_create(&threads[at], NULL, allocate, heap) == 0);
   for (int round = 0; round < 200 && wrong == 0; round++) {
     int status = -1;
@@ -50,6 +58,9 @@ static void beside_threads(void) {
       int done = xseg_heap_from_conf("backend:host,limit:64MiB", &own) == XSEG_OK;
       for (uint64_t bytes = 512; bytes <= MIB; bytes *= 2)
         done = done && xseg_alloc(own, bytes, stream, &block) == XSEG_OK && xseg_free(own, block) == XSEG_OK;
+      done = done && xseg_tag_push("child") == XSEG_OK && xseg_tag_current() == NULL && xseg_tag_pop() == XSEG_OK;
+      done = done && xseg_tags(0, NULL, 0, &size) == XSEG_UNAVAILABLE;
+      done = done && xseg_torch_base_alloc(of_device, &size) == of_device && size == 0;
       done = done && xseg_heap_destroy(own) == XSEG_OK && xseg_record_stop(heap) == XSEG_UNAVAILABLE;
       _exit(done && xseg_heap_destroy(heap) == XSEG_OK ? 0 : 1);
     }
@@ -57,7 +68,7 @@ static void beside_threads(void) {
   }
   ended = 1;
   for (int at = 0; at < 3; at++) CHECK(pthread_join(threads[at], NULL) == 0);
-  CHECK(xseg_heap_destroy(heap) == XSEG_OK);
+  CHECK(xseg_device_free(of_device) == XSEG_OK && xseg_heap_destroy(heap) == XSEG_OK);
 }
 
 int main(void) {
