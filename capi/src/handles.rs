@@ -9,7 +9,8 @@ use std::sync::Once;
 use xseg::Heap;
 use xseg::process::{FORKED, Process};
 
-/// A heap. Only pointers to it exist, and only the library knows what they stand for.
+/// A heap. Only pointers to it exist, and only the library knows what they stand for. In a forked child every call on a heap of the
+/// parent's gives `XSEG_UNAVAILABLE`; a heap that the child makes is for one thread of it.
 #[repr(C)]
 #[derive(Debug)]
 pub struct xseg_heap {

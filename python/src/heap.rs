@@ -14,7 +14,7 @@ use xseg::{Allocation, PoolId, StreamFilter, StreamId};
 /// A heap: an allocator for one device.
 ///
 /// `conf` is the policy in the form of the environment variable XSEG_CONF, whose value counts where `conf` is None.
-/// Any thread may use a heap; a process that was forked off makes its own. Streams are numbers: a `cudaStream_t` on a GPU (`torch.cuda.Stream.cuda_stream`), 0 the
+/// Any thread may use a heap; a process that was forked off makes its own, for one of its threads. Streams are numbers: a `cudaStream_t` on a GPU (`torch.cuda.Stream.cuda_stream`), 0 the
 /// default one.
 ///
 /// Raises ConfigError, and Error where the backend cannot be used.

@@ -51,7 +51,8 @@ pub type OutOfMemoryCallback = Box<dyn Fn(u64) -> bool + Send + Sync>;
 /// An allocator for one device. Clones share it; any thread may use it. A forked child must not: its memory is the parent's. Calls
 /// that can fail are refused there with [`crate::Error::Unavailable`], others do nothing, and what is dropped is only forgotten. That
 /// is so but for the fast path of `alloc` and `free_raw`, which asks nothing, and for what only looks (`stats`, `layout`, `check`),
-/// which may wait for ever for a lock that another thread held at the fork.
+/// which may wait for ever for a lock that another thread held at the fork. A heap that the child makes is for one thread of it: what
+/// the parent's threads waited for at the fork is copied, too. A child that needs more is to be a program of its own (`exec`, `spawn`).
 ///
 /// ```
 /// use xseg::{Heap, StreamId};
