@@ -4,8 +4,8 @@
 
 mod support;
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::cell::RefCell;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, mpsc};
 use support::{MS, S1, S2, out_of_memory, sim};
 use xseg::backend::EventScope;

@@ -9,8 +9,7 @@ use std::sync::Once;
 use xseg::Heap;
 use xseg::process::{FORKED, Process};
 
-/// A heap. Only pointers to it exist, and only the library knows what they stand for. In a forked child every call on a heap of the
-/// parent's gives `XSEG_UNAVAILABLE`; a heap that the child makes is for one thread of it.
+/// A heap. Only pointers to it exist, and only the library knows what they stand for.
 #[repr(C)]
 #[derive(Debug)]
 pub struct xseg_heap {

@@ -15,6 +15,8 @@ const HEAD: &str = "\
  *
  * Every function that can fail returns an xseg_status and leaves what it was to fill untouched on an error; the
  * sentence for it is xseg_last_error(). Any thread may call any function, where its text does not say otherwise.
+ * In a forked child every call on a heap of the parent's gives XSEG_UNAVAILABLE; a heap that the child makes is for one
+ * thread of it.
  * The functions with `torch` in their names are for PyTorch's CUDAPluggableAllocator.
  */";
 
