@@ -24,7 +24,7 @@ struct Slot {
     heap: Option<Kept>,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 struct Kept {
     heap: Heap,
     /// The process's heap of a device, which nobody destroys.

@@ -71,8 +71,7 @@ impl Heap {
     /// [`crate::Error::InvalidArgument`] while allocations go to this pool already or there are too many,
     /// [`crate::Error::DeadStream`] for a stream of the filter.
     pub fn begin_capture(&self, pool: PoolId, filter: StreamFilter) -> Result<()> {
-        self.inner.ours()?;
-        self.inner.begin_capture(pool, filter, true)
+        self.inner.ours()?.begin_capture(pool, filter, true)
     }
 
     /// As [`Heap::begin_capture`], for a pool that no graph is captured into meanwhile: events go on being
@@ -81,8 +80,7 @@ impl Heap {
     /// # Errors
     /// As [`Heap::begin_capture`].
     pub fn begin_pool(&self, pool: PoolId, filter: StreamFilter) -> Result<()> {
-        self.inner.ours()?;
-        self.inner.begin_capture(pool, filter, false)
+        self.inner.ours()?.begin_capture(pool, filter, false)
     }
 
     /// Ends [`Heap::begin_capture`] or [`Heap::begin_pool`]: allocations are ordinary again, the pool and its
@@ -91,8 +89,7 @@ impl Heap {
     /// # Errors
     /// [`crate::Error::InvalidArgument`] when no allocations go to this pool.
     pub fn end_capture(&self, pool: PoolId) -> Result<()> {
-        self.inner.ours()?;
-        self.inner.end_capture(pool)
+        self.inner.ours()?.end_capture(pool)
     }
 
     /// Adds one use to a pool (which comes into being with it) without sending allocations there.
@@ -100,8 +97,7 @@ impl Heap {
     /// # Errors
     /// [`crate::Error::InvalidArgument`] when there are too many pools.
     pub fn retain_capture(&self, pool: PoolId) -> Result<()> {
-        self.inner.ours()?;
-        self.inner.retain_capture(pool)
+        self.inner.ours()?.retain_capture(pool)
     }
 
     /// Ends one use of a pool, as when a graph is destroyed. With the last one the pool is given up: when its
@@ -110,8 +106,7 @@ impl Heap {
     /// # Errors
     /// [`crate::Error::InvalidArgument`] for a pool without uses.
     pub fn release_capture(&self, pool: PoolId) -> Result<()> {
-        self.inner.ours()?;
-        self.inner.release_capture(pool)
+        self.inner.ours()?.release_capture(pool)
     }
 
     /// Makes a block of a capture pool live again at the address where it lay, with its `sizes` as [`Heap::block_size`] or
@@ -123,8 +118,7 @@ impl Heap {
     /// [`crate::Error::InvalidArgument`] for a pool that is gone or has no such addresses, and where anything of the block is in
     /// use or not free for its stream yet; [`crate::Error::DeadStream`].
     pub fn restore_block(&self, pool: PoolId, address: u64, sizes: (u64, u64), stream: StreamId) -> Result<()> {
-        self.inner.ours()?;
-        self.inner.restore_block(pool, address, sizes, stream)
+        self.inner.ours()?.restore_block(pool, address, sizes, stream)
     }
 
     /// Uses of a pool; 0 for one that is released or never was.

@@ -370,8 +370,7 @@ impl Heap {
     }
 
     fn import_with(&self, export: OwnedFd, patience: Patience) -> Result<Imported> {
-        self.inner.ours()?;
-        let found = self.inner.import(export, patience)?;
+        let found = self.inner.ours()?.import(export, patience)?;
         Ok(Imported { heap: self.clone(), found, owned: true })
     }
 
@@ -404,8 +403,7 @@ impl Heap {
     /// # Errors
     /// [`ShareFault::NoImport`].
     pub fn end_import(&self, address: u64) -> Result<()> {
-        self.inner.ours()?;
-        self.inner.end_import(address)?;
+        self.inner.ours()?.end_import(address)?;
         self.inner.hurry_imports();
         Ok(())
     }
@@ -415,8 +413,7 @@ impl Heap {
     /// # Errors
     /// As there, and [`ShareFault::NoImport`].
     pub fn close_import(&self, address: u64) -> Result<()> {
-        self.inner.ours()?;
-        self.inner.end_import(address)?;
+        self.inner.ours()?.end_import(address)?;
         self.inner.wait_for_end(address)
     }
 }

@@ -334,12 +334,17 @@ impl Inner {
         self.out_of_memory(bytes, stream, None)
     }
 
-    /// I15: refuses what a child that was forked off asks for.
-    pub(crate) fn ours(&self) -> Result<()> {
+    /// This, but for a child that was forked off (I15).
+    pub(crate) fn ours(&self) -> Result<&Self> {
         if self.driver.is_ours() {
-            return Ok(());
+            return Ok(self);
         }
         Err(Error::Unavailable { backend: self.driver.backend().kind().name(), why: FORKED.into() })
+    }
+
+    /// More than the limit allows would be live with so many bytes more: nothing that the device finishes makes room for them.
+    pub(super) fn is_full_for(&self, bytes: u64) -> bool {
+        self.live().saturating_add(bytes) > self.limit.load(Relaxed)
     }
 
     /// Declares that work queued on `stream` up to the free uses the block.

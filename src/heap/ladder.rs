@@ -92,16 +92,15 @@ impl Inner {
                     continue;
                 }
             }
-            let no_room = |heap: &Self| heap.live().saturating_add(wanted.bytes) > heap.limit.load(Relaxed);
             // Where what they freed is room enough the device may not be done with it yet.
-            if (asked == u64::MAX || no_room(self)) && self.ask_clients(wanted.bytes, &mut asked) {
+            if (asked == u64::MAX || self.is_full_for(wanted.bytes)) && self.ask_clients(wanted.bytes, &mut asked) {
                 continue;
             }
             // The backend's clock alone, so that a run on a virtual clock repeats whatever the machine does.
             let elapsed = self.driver.backend().now().saturating_sub(clock);
             stuck = if elapsed == last { stuck + 1 } else { 0 };
             last = elapsed;
-            let waiting = !no_room(self) && stuck < STUCK && elapsed < self.config.wait_limit;
+            let waiting = !self.is_full_for(wanted.bytes) && stuck < STUCK && elapsed < self.config.wait_limit;
             let progress = if waiting { self.wait_for_progress(SLICE.max(elapsed / 8)) } else { Ok(false) };
             refusals = if progress.is_err() { refusals + 1 } else { 0 };
             if let Err(error) = &progress

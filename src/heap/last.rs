@@ -70,7 +70,7 @@ impl Inner {
             *asked = if more { live } else { 0 };
             freed |= more;
             // A look for room is long where many blocks are free, and in vain while the limit has none.
-            if !more || self.live().saturating_add(bytes) <= self.limit.load(Relaxed) {
+            if !more || !self.is_full_for(bytes) {
                 return freed;
             }
         }

@@ -146,8 +146,7 @@ impl Heap {
     /// # Errors
     /// As [`Heap::free_raw`]; [`crate::Error::Driver`] when the backend refuses the event. The block then lives on.
     pub fn free_after(&self, address: u64, event: ClientEvent) -> Result<()> {
-        self.inner.ours()?;
-        self.inner.free_after(address, event)
+        self.inner.ours()?.free_after(address, event)
     }
 
     /// As [`Heap::alloc`], on exactly one handle that starts at the block's address: for libraries that take
@@ -156,8 +155,7 @@ impl Heap {
     /// # Errors
     /// As [`Heap::alloc`].
     pub fn alloc_contiguous(&self, bytes: u64, stream: StreamId) -> Result<Allocation> {
-        self.inner.ours()?;
-        let block = self.inner.alloc_contiguous(bytes, stream)?;
+        let block = self.inner.ours()?.alloc_contiguous(bytes, stream)?;
         Ok(Allocation { heap: self.clone(), block, bytes, stream, owned: true })
     }
 
@@ -172,8 +170,7 @@ impl Heap {
     /// [`crate::Error::InvalidPointer`]; [`crate::Error::Driver`] when the backend cannot export or the
     /// process has no descriptors left. What was exported for the call is closed again then.
     pub fn export_handles(&self, address: u64) -> Result<Vec<ExportedHandle>> {
-        self.inner.ours()?;
-        self.inner.export_handles(address)
+        self.inner.ours()?.export_handles(address)
     }
 
     /// Declares that work on `stream`, queued up to the block's free, uses the block: after the free it
@@ -182,8 +179,7 @@ impl Heap {
     /// # Errors
     /// [`crate::Error::InvalidPointer`], [`crate::Error::DeadStream`].
     pub fn record_use(&self, address: u64, stream: StreamId) -> Result<()> {
-        self.inner.ours()?;
-        self.inner.record_use(address, stream)
+        self.inner.ours()?.record_use(address, stream)
     }
 
     /// Requested and rounded size in bytes of the live block at `address`.
@@ -214,8 +210,7 @@ impl Heap {
     /// [`crate::Error::InvalidPointer`] outside the heap, [`crate::Error::InvalidArgument`] for no bytes, and where a
     /// part has no memory.
     pub fn pin(&self, address: u64, bytes: u64) -> Result<()> {
-        self.inner.ours()?;
-        self.inner.pin(address, bytes)
+        self.inner.ours()?.pin(address, bytes)
     }
 
     /// Ends one [`Heap::pin`] of the same granules.
@@ -223,8 +218,7 @@ impl Heap {
     /// # Errors
     /// As [`Heap::pin`].
     pub fn unpin(&self, address: u64, bytes: u64) -> Result<()> {
-        self.inner.ours()?;
-        self.inner.unpin(address, bytes)
+        self.inner.ours()?.unpin(address, bytes)
     }
 
     /// Sets the most physical memory that may exist, in bytes, rounded down to granules; idle memory
@@ -256,8 +250,7 @@ impl Heap {
     /// # Errors
     /// [`crate::Error::DeadStream`] for a stream that the heap does not know.
     pub fn retire_stream(&self, stream: StreamId) -> Result<()> {
-        self.inner.ours()?;
-        self.inner.retire(stream)
+        self.inner.ours()?.retire(stream)
     }
 
     /// Adds a function that is called, without any lock held, before an out-of-memory error. It may
