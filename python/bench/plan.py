@@ -60,7 +60,9 @@ def of(lines: Iterable[Line], run: str, kind: str, allocator: str | None = None)
 
 def short(line: Line) -> bool:
     """Did the run end because its limit was too little?"""
-    return bool(line.get("limit")) and "out of memory" in (line.get("error") or "").lower()
+    error = (line.get("error") or "").lower()
+    # As PyTorch says it, and as cuBLAS and cuDNN do.
+    return bool(line.get("limit")) and ("out of memory" in error or "alloc_failed" in error)
 
 
 def has_result(line: Line) -> bool:
