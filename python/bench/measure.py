@@ -68,69 +68,25 @@ def environment(job: Job, gpu: str | None) -> dict[str, str]:
     return env
 
 
-class Starter:
-    """Runs jobs one after the other, each in a process of its own, on one GPU and some cores.
-
-    While a job warms up, the process of the next one imports what it needs, and waits for its words: otherwise the GPU would be idle
-    for seconds before each run. It is used where the next job wants the same environment.
-    """
-
-    def __init__(self, process: Process, gpu: str | None = None, cores: str = "") -> None:
-        self.process, self.gpu, self.cores = process, gpu, cores
-        self.spare: tuple[dict[str, str], subprocess.Popen[str]] | None = None
-
-    def new(self, env: dict[str, str]) -> subprocess.Popen[str]:
-        command = [sys.executable, str(Path(__file__).with_name("train.py")), "--child", self.cores or "all"]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-
-    def take(self, env: dict[str, str]) -> subprocess.Popen[str]:
-        """A process with this environment: the one that waits, if it fits."""
-        if self.spare and self.spare[0] == env and self.spare[1].poll() is None:
-            taken, self.spare = self.spare[1], None
-            return taken
-        self.close()
-        return self.new(env)
-
-    def launch(self, job: Job) -> dict[str, Any]:
-        """Runs a job; its line, also where it fails."""
-        began = time.monotonic()
-        env = environment(job, self.gpu)
-        child = self.take(env)
-        line: dict[str, Any] = {**asdict(job), "completed": False}
-        words = json.dumps({"job": asdict(job), "process": asdict(self.process)}) + "\n"
-        try:
-            self.spare = env, self.new(env)
-            out, err = child.communicate(words, timeout=self.process.timeout)
-            lines = [text for text in out.splitlines() if text.startswith("{")]
-            if lines:
-                line.update(json.loads(lines[-1]))
-            else:
-                line["error"] = f"exit status {child.returncode}: {err[-800:]}"
-        except subprocess.TimeoutExpired:
-            line["error"] = f"no end in {self.process.timeout:.0f} s"
-        finally:
-            end(child)
-        line["wall"] = round(time.monotonic() - began, 1)
-        return line
-
-    def close(self) -> None:
-        """Ends the process that waits."""
-        if self.spare:
-            end(self.spare[1])
-            self.spare = None
-
-
-def end(child: subprocess.Popen[str]) -> None:
-    """Ends a process if it has not ended, and closes its pipes."""
-    if child.poll() is None:
-        child.kill()
-        child.wait()
-    for pipe in (child.stdin, child.stdout, child.stderr):
-        # What a process that ended did not read cannot be written any more.
-        with contextlib.suppress(OSError):
-            if pipe:
-                pipe.close()
+def launch(job: Job, process: Process, gpu: str | None = None, cores: str = "") -> dict[str, Any]:
+    """Runs a job in a new process, on one GPU and some cores; its line, also where it fails."""
+    words = json.dumps({"job": asdict(job), "process": asdict(process), "cores": cores})
+    command = [sys.executable, str(Path(__file__).with_name("train.py")), "--child", words]
+    began = time.monotonic()
+    line: dict[str, Any] = {**asdict(job), "completed": False}
+    try:
+        done = subprocess.run(
+            command, env=environment(job, gpu), capture_output=True, text=True, timeout=process.timeout
+        )
+        lines = [text for text in done.stdout.splitlines() if text.startswith("{")]
+        if lines:
+            line.update(json.loads(lines[-1]))
+        else:
+            line["error"] = f"exit status {done.returncode}: {done.stderr[-800:]}"
+    except subprocess.TimeoutExpired:
+        line["error"] = f"no end in {process.timeout:.0f} s"
+    line["wall"] = round(time.monotonic() - began, 1)
+    return line
 
 
 def fill(torch: Any, left: int) -> int:
@@ -187,21 +143,15 @@ def recorded(job: Job, process: Process) -> contextlib.AbstractContextManager[An
     return xseg.record(str(Path(process.record) / f"{job.run}-{job.kind}{limit}.trace"))
 
 
-def child(cores: str) -> None:
-    """The job that the standard input describes, in this process and on these cores (`all`, or first-last); prints its line."""
-    if cores != "all":
-        first, last = map(int, cores.split("-"))
-        os.sched_setaffinity(0, range(first, last + 1))
-    import torch
-    from workloads import import_models
-
-    import_models()
-    text = sys.stdin.readline()
-    if not text:
-        # Nothing was left to do.
-        return
+def child(text: str) -> None:
+    """The job that `launch` describes, in this process; prints its line."""
     words = json.loads(text)
     job, process = Job(**words["job"]), Process(**words["process"])
+    if words["cores"]:
+        first, last = map(int, words["cores"].split("-"))
+        os.sched_setaffinity(0, range(first, last + 1))
+    import torch
+
     line: dict[str, Any] = {"completed": False}
     cuda = process.device == "cuda"
     if job.allocator == "xseg" and cuda:

@@ -5,8 +5,7 @@
     python train.py --gpus 0 --runs gpt2 --stages least --probes 1.005x,1.0075x --have lines.jsonl --out more.jsonl
     python train.py --summary lines.jsonl more.jsonl --report benches/results/training.md
 
-Each workload is on one GPU at a time, and each process adds a line of JSON to the file; the next one's imports are done while a process
-warms up. The stages, in their order:
+Each workload is on one GPU at a time, and each process adds a line of JSON to the file. The stages, in their order:
 
 rounds  native, xseg, and xseg under the limit, one after the other, since the speed of a machine drifts. Native's first run takes
         `--seconds`; all others train as many steps as it did, on the same data
@@ -28,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measure import ALLOCATORS, Job, Process, Starter, child
+from measure import ALLOCATORS, Job, Process, child, launch
 from options import amount, factor, factors, names, some, whole
 from plan import STAGES, Plan
 from summary import report, status
@@ -174,9 +173,10 @@ def main() -> int:
     cores = os.cpu_count() or 1
     share = cores // len(gpus)
 
-    # Each workload has cores of its own, so that they do not slow each other.
-    own = [f"{slot * share}-{(slot + 1) * share - 1}" if len(gpus) > 1 and share else "" for slot in range(len(gpus))]
-    starters = [Starter(process, gpu, cores) for gpu, cores in zip(gpus, own)]
+    def start(job: Job, slot: int) -> dict[str, Any]:
+        # Each workload has cores of its own, so that they do not slow each other.
+        own = f"{slot * share}-{(slot + 1) * share - 1}" if len(gpus) > 1 and share else ""
+        return launch(job, process, gpus[slot], own)
 
     lines = earlier(args.have, args.out)
     if args.device == "cuda" and "xseg" in plan.allocators():
@@ -196,15 +196,7 @@ def main() -> int:
 
         keep(lines[-1])
         deadline = began + 60 * args.minutes if args.minutes else float("inf")
-
-        def start(job: Job, slot: int) -> dict[str, Any]:
-            return starters[slot].launch(job)
-
-        try:
-            left = Visit(name, lines, keep, start, plan, args.runs, deadline).go(len(gpus))
-        finally:
-            for starter in starters:
-                starter.close()
+        left = Visit(name, lines, keep, start, plan, args.runs, deadline).go(len(gpus))
     for run, stage in left:
         print(f"{run}: {stage} not finished; run the same with more time, the lines so far in --have", file=sys.stderr)
     show(lines)

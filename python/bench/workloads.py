@@ -13,14 +13,6 @@ from typing import Any
 SEED = 1234
 
 
-def import_models() -> None:
-    """Imports what building any of the models would import, so that it is done before a run begins."""
-    import transformers
-
-    for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "MixtralForCausalLM", "ConvNextForImageClassification"):
-        getattr(transformers, name)
-
-
 def length_of(at: int, least: int, most: int) -> int:
     """A length of step `at`, the same in every process."""
     return most if at == 1 else random.Random(at).randrange(least, most + 1)

@@ -477,55 +477,8 @@ def test_lines_say_which_policy_xseg_had(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_process_that_fails_leaves_a_line(tmp_path: Path) -> None:
-    starter = measure.Starter(measure.Process(device="cpu", small=True))
-    line = starter.launch(Job("nothing", "native", "round"))
-    starter.close()
+    line = measure.launch(Job("nothing", "native", "round"), measure.Process(device="cpu", small=True))
     assert not line["completed"] and line["error"] and line["run"] == "nothing" and line["wall"] > 0
-
-
-def test_the_next_process_waits_for_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    began: list[subprocess.Popen[str]] = []
-    code = """if True:
-        import json, os, sys
-        words = sys.stdin.readline()
-        if words and json.loads(words)["job"]["run"] != "crash":
-            if json.loads(words)["job"]["run"] == "hang":
-                sys.stdin.read(); import time; time.sleep(600)
-            print(json.dumps({"completed": True, "pid": os.getpid(), "conf": os.environ.get("PYTORCH_CUDA_ALLOC_CONF")}))
-        elif words:
-            sys.exit(3)
-    """
-
-    def new(self: measure.Starter, env: dict[str, str]) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        began.append(
-            subprocess.Popen([sys.executable, "-c", code], env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-        )
-        return began[-1]
-
-    monkeypatch.setattr(measure.Starter, "new", new)
-    starter = measure.Starter(measure.Process(timeout=5))
-
-    def run(name: str, allocator: str = "native") -> dict[str, Any]:
-        return starter.launch(Job(name, allocator, "round"))
-
-    lines = [run("gpt2"), run("gpt2", "xseg"), run("gpt2", "expandable"), run("gpt2")]
-    # The second is the one that was begun beside the first; another environment gets a process of its own.
-    assert [line["pid"] for line in lines] == [began[at].pid for at in (0, 1, 3, 5)] and len(began) == 7
-    assert [line["conf"] for line in lines] == [None, None, "expandable_segments:True", None]
-    assert all(line["completed"] for line in lines)
-    # What waited in vain is gone.
-    assert began[2].returncode is not None and began[4].returncode is not None
-    # A crash and a hang are the job's own: the process that waits takes the next.
-    lines = [run("crash"), run("hang"), run("gpt2")]
-    assert [line.get("pid") for line in lines] == [None, None, began[8].pid]
-    assert "exit status 3" in lines[0]["error"] and lines[1]["error"] == "no end in 5 s"
-    # One that died while it waited is replaced.
-    began[9].kill()
-    began[9].wait()
-    assert run("gpt2")["pid"] == began[10].pid
-    starter.close()
-    assert all(child.returncode is not None for child in began)
 
 
 @pytest.mark.skipif(
