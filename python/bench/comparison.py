@@ -14,10 +14,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from measure import Job, environment
+from launching import environment
+from lines import read
+from measure import Job
 from plan import Plan, peak, probes
 from summary import report, status
-from visit import Visit, about, begin, earlier, lacks, opened, prepare, read, unwritable
+from visit import Visit, about, begin, earlier, lacks, opened, prepare, unwritable
 
 Line = dict[str, Any]
 # A workload is a kind of parallel training, and whether it communicates from registered memory.
@@ -162,7 +164,11 @@ def main(args: argparse.Namespace) -> int:
                 keep(lines[-1])
             left = []
         else:
-            left = Visit(name, lines, keep, lambda job, slot: launch(job, args), plan, runs, deadline).go(1)
+
+            def start(some: Sequence[Job], slot: int) -> list[Line]:
+                return [launch(job, args) for job in some]
+
+            left = Visit(name, lines, keep, start, plan, runs, deadline).go(1)
     for run, stage in left:
         print(f"{run}: {stage} not finished; run the same with the lines so far in --have", file=sys.stderr)
     print(report(lines, plan, args.commit))

@@ -7,10 +7,9 @@ import ctypes
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,46 +46,13 @@ class Process:
     seconds: float = 20
     warmup: int = 5
     losses: int = 20
+    # Seconds of a turn, where several processes take turns on their GPU; 0: each has it to itself.
+    turn: float = 0
     timeout: float = 180
     device: str = "cuda"
     small: bool = False
     # Folder for recordings of what xseg's processes allocate; none if empty.
     record: str = ""
-
-
-def environment(job: Job, gpu: str | None) -> dict[str, str]:
-    """The environment of a job's process."""
-    env = {name: value for name, value in os.environ.items() if not name.endswith("_ALLOC_CONF")}
-    if job.allocator == "expandable":
-        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    elif job.allocator == "async":
-        env["PYTORCH_CUDA_ALLOC_CONF"] = "backend:cudaMallocAsync"
-    if gpu is not None:
-        env["CUDA_VISIBLE_DEVICES"] = gpu
-    if job.deterministic:
-        env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    return env
-
-
-def launch(job: Job, process: Process, gpu: str | None = None, cores: str = "") -> dict[str, Any]:
-    """Runs a job in a new process, on one GPU and some cores; its line, also where it fails."""
-    words = json.dumps({"job": asdict(job), "process": asdict(process), "cores": cores})
-    command = [sys.executable, str(Path(__file__).with_name("train.py")), "--child", words]
-    began = time.monotonic()
-    line: dict[str, Any] = {**asdict(job), "completed": False}
-    try:
-        done = subprocess.run(
-            command, env=environment(job, gpu), capture_output=True, text=True, timeout=process.timeout
-        )
-        lines = [text for text in done.stdout.splitlines() if text.startswith("{")]
-        if lines:
-            line.update(json.loads(lines[-1]))
-        else:
-            line["error"] = f"exit status {done.returncode}: {done.stderr[-800:]}"
-    except subprocess.TimeoutExpired:
-        line["error"] = f"no end in {process.timeout:.0f} s"
-    line["wall"] = round(time.monotonic() - began, 1)
-    return line
 
 
 def fill(torch: Any, left: int) -> int:
@@ -176,16 +142,31 @@ class Marks:
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
-        self.events: list[Any] = []
+        # Those of each turn by themselves: between turns others have the device.
+        self.turns: list[list[Any]] = [[]]
+
+    def turn(self) -> None:
+        """What comes is apart from what was."""
+        self.turns.append([])
 
     def mark(self) -> None:
         if self.torch is not None:
-            self.events.append(self.torch.cuda.Event(enable_timing=True))
-            self.events[-1].record()
+            self.turns[-1].append(self.torch.cuda.Event(enable_timing=True))
+            self.turns[-1][-1].record()
 
     def between(self) -> list[float]:
-        """Milliseconds from each mark to the next, once the device is through."""
-        return [round(first.elapsed_time(second), 3) for first, second in zip(self.events, self.events[1:])]
+        """Milliseconds from each mark to the next of the same turn, once the device is through."""
+        pairs = (pair for events in self.turns for pair in zip(events, events[1:]))
+        return [round(first.elapsed_time(second), 3) for first, second in pairs]
+
+
+def my_turn(at: int) -> int:
+    """Says that this process has trained so many steps, and waits for its turn; how many steps that has."""
+    print(json.dumps({"turn": at}), flush=True)
+    text = sys.stdin.readline()
+    if not text:
+        sys.exit("the program that gave turns has ended")
+    return int(text)
 
 
 def train(torch: Any, job: Job, process: Process, line: dict[str, Any]) -> None:
@@ -196,24 +177,38 @@ def train(torch: Any, job: Job, process: Process, line: dict[str, Any]) -> None:
     # One buffer from the start: a tensor kept from each step would be memory that no training keeps.
     losses = torch.zeros(process.losses, device=process.device)
     warmup = max(process.warmup, run.first_steps)
-    tokens, began, at = 0, time.perf_counter(), -warmup
     marks = Marks(torch if process.device == "cuda" else None)
-    while True:
-        if at == 0:
-            wait()
-            began, tokens = time.perf_counter(), 0
-            marks.mark()
-        loss, count = run.step(at + warmup)
-        if at + warmup < process.losses:
-            losses[at + warmup].copy_(loss)
-        tokens += count
-        at += 1
-        if at > 0:
-            marks.mark()
-        if at > 0 and (at >= job.steps if job.steps else time.perf_counter() - began >= process.seconds):
-            break
+
+    def step(at: int) -> int:
+        loss, count = run.step(at)
+        if at < process.losses:
+            losses[at].copy_(loss)
+        return count
+
+    for at in range(warmup):
+        step(at)
     wait()
-    seconds = time.perf_counter() - began
+    at, tokens, turns = 0, 0, []
+    while at < job.steps or not job.steps:
+        end = at + my_turn(at) if process.turn else job.steps
+        began, first = time.perf_counter(), at
+        marks.turn()
+        marks.mark()
+        while at < end or not job.steps:
+            tokens += step(at + warmup)
+            marks.mark()
+            at += 1
+            if not job.steps and time.perf_counter() - began >= process.seconds:
+                break
+        wait()
+        turns.append((at - first, round(time.perf_counter() - began, 6)))
+        if not job.steps:
+            break
+    if process.turn:
+        # The others may not be through: what this process frees as it ends would take the driver's time.
+        my_turn(at)
+        line["turns"] = turns
+    seconds = sum(taken for _, taken in turns)
     line.update(completed=True, steps=at, seconds=round(seconds, 3), per_second=round(tokens / seconds, 1))
     line["step_ms"] = marks.between()
     line["losses"] = [value.hex() for value in losses[: at + warmup].tolist()]

@@ -22,6 +22,8 @@ class Plan:
     repeat: int = 3
     # The limit, as a multiple of peak requested.
     limit: float = 1.02
+    # Whether the processes of a round take turns on the GPU, instead of having it one after the other.
+    turns: bool = False
     # Under the limit in every round.
     limited: Sequence[str] = ("xseg",)
     # Run for their peaks alone, this often.
@@ -190,6 +192,12 @@ def complete_rounds(lines: list[Line], run: str, plan: Plan) -> list[tuple[str, 
     return [key for key, found in seen.items() if found >= set(round_jobs(plan, 1))]
 
 
+def round_job(lines: list[Line], run: str, plan: Plan, number: int, allocator: str, limited: bool) -> Job:
+    """One process of a round."""
+    limit = math.ceil(peak(lines, run) * plan.limit) if limited else 0
+    return Job(run, allocator, "round", number, limit, plan.limit if limited else 0.0, steps(lines, run))
+
+
 def next_round(lines: list[Line], run: str, plan: Plan, visit: str) -> Job | None:
     done = complete_rounds(lines, run, plan)
     if len(done) >= plan.repeat:
@@ -197,16 +205,25 @@ def next_round(lines: list[Line], run: str, plan: Plan, visit: str) -> Job | Non
     here = [line for line in of(lines, run, "round") if line["visit"] == visit]
     number = sum(key[0] == visit for key in done) + 1
     there = {(line["allocator"], bool(line["limit"])) for line in here if line["round"] == number}
-    base, count = peak(lines, run), steps(lines, run)
-    if not base and ("native", False) in there:
+    if not peak(lines, run) and ("native", False) in there:
         # Nothing to compare with: native did not complete.
         return None
     for allocator, limited in round_jobs(plan, number):
         if (allocator, limited) not in there:
-            limit = math.ceil(base * plan.limit) if limited else 0
-            factor = plan.limit if limited else 0.0
-            return Job(run, allocator, "round", number, limit, factor, count)
+            return round_job(lines, run, plan, number, allocator, limited)
     return None
+
+
+def next_turns(lines: list[Line], run: str, plan: Plan, visit: str) -> list[Job]:
+    """The processes that take turns in the next round; native by itself first, for its steps and its peak."""
+    done = complete_rounds(lines, run, plan)
+    if len(done) >= plan.repeat:
+        return []
+    if not peak(lines, run):
+        tried = any(line["visit"] == visit for line in of(lines, run, "other", "native"))
+        return [] if tried else [Job(run, "native", "other")]
+    number = sum(key[0] == visit for key in done) + 1
+    return [round_job(lines, run, plan, number, *which) for which in round_jobs(plan, number)]
 
 
 def next_job(lines: list[Line], run: str, stage: str, plan: Plan, visit: str) -> Job | None:
@@ -228,3 +245,11 @@ def next_job(lines: list[Line], run: str, stage: str, plan: Plan, visit: str) ->
     if stage == "least":
         return next_least(lines, run, plan, visit)
     return None
+
+
+def next_jobs(lines: list[Line], run: str, stage: str, plan: Plan, visit: str) -> list[Job]:
+    """What is started next, beside each other; nothing when the stage is done, or cannot be."""
+    if stage == "rounds" and plan.turns:
+        return next_turns(lines, run, plan, visit)
+    job = next_job(lines, run, stage, plan, visit)
+    return [job] if job else []

@@ -7,8 +7,9 @@
 
 Each workload is on one GPU at a time, and each process adds a line of JSON to the file. The stages, in their order:
 
-rounds  native, xseg, and xseg under the limit, one after the other, since the speed of a machine drifts. Native's first run takes
-        `--seconds`; all others train as many steps as it did, on the same data
+rounds  native, xseg, and xseg under the limit. All three are made and warmed up, then take turns of `--turn` seconds on the GPU: a
+        machine's speed drifts by more, within minutes, than allocators differ. Native is run by itself first, for `--seconds`; all
+        others train as many steps as it did, on the same data. `--turn 0` runs one after the other, where the GPU cannot hold three
 others  further allocators, for their peaks
 losses  native and xseg with deterministic kernels, twice each
 least   the least limit in which a run completes, by halving
@@ -24,14 +25,18 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from measure import ALLOCATORS, Job, Process, child, launch
+from launching import launch, take_turns
+from lines import read
+from measure import ALLOCATORS, Job, Process, child
 from options import amount, factor, factors, names, some, whole
 from plan import STAGES, Plan
 from summary import report, status
-from visit import Visit, about, begin, earlier, lacks, opened, prepare, read, unwritable
+from visit import Visit, about, begin, earlier, lacks, opened, prepare, unwritable
 from workloads import RUNS
 
 
@@ -48,6 +53,12 @@ def arguments() -> argparse.ArgumentParser:
         type=some,
         default=process.seconds,
         help="seconds that native trains after the warm-up (default %(default)s)",
+    )
+    add(
+        "--turn",
+        type=amount,
+        default=1.0,
+        help="seconds of each turn of a round's processes; 0: one process after the other (default %(default)s)",
     )
     add("--warmup", type=whole(0), default=process.warmup, help="steps before the clock starts (default %(default)s)")
     add(
@@ -138,7 +149,7 @@ def main() -> int:
         child(args.child)
         return 0
     plan = Plan(
-        stages=args.stages, repeat=args.repeat, limit=args.limit, limited=args.limited, others=args.others, least=args.least,
+        stages=args.stages, repeat=args.repeat, turns=args.turn > 0, limit=args.limit, limited=args.limited, others=args.others, least=args.least,
         resolution=args.resolution, probes=args.probes, probe_steps=args.probe_steps, exact_runs=args.exact_runs,
     )  # fmt: skip
     for path in [args.report] if args.summary else [args.out, args.report]:
@@ -173,10 +184,12 @@ def main() -> int:
     cores = os.cpu_count() or 1
     share = cores // len(gpus)
 
-    def start(job: Job, slot: int) -> dict[str, Any]:
+    def start(jobs: Sequence[Job], slot: int) -> list[dict[str, Any]]:
         # Each workload has cores of its own, so that they do not slow each other.
         own = f"{slot * share}-{(slot + 1) * share - 1}" if len(gpus) > 1 and share else ""
-        return launch(job, process, gpus[slot], own)
+        if len(jobs) > 1:
+            return take_turns(jobs, replace(process, turn=args.turn), gpus[slot], own)
+        return [launch(job, process, gpus[slot], own) for job in jobs]
 
     lines = earlier(args.have, args.out)
     if args.device == "cuda" and "xseg" in plan.allocators():

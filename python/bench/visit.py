@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
-import json
 import os
 import shlex
 import subprocess
@@ -15,68 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
+from lines import Line, fresh, read
 from measure import Job
-from plan import Plan, next_job
-
-Line = dict[str, Any]
-# What lines must have to be counted on: those about a visit, and those of its runs.
-ABOUT = {"visit", "commit", "gpus", "driver", "versions", "python", "cores", "command"}
-RUN = {"visit", "run", "allocator", "kind", "round", "limit", "completed"}
-
-
-def fresh(name: str, taken: Collection[str]) -> str:
-    """A name that no other visit has."""
-    numbered = (f"{name} ({number})" for number in itertools.count(2))
-    return name if name not in taken else next(one for one in numbered if one not in taken)
-
-
-def is_line(line: Any) -> bool:
-    """Is this a visit's: about the visit itself, or of a run?"""
-    if not isinstance(line, dict) or not isinstance(line.get("visit"), str):
-        return False
-    return line.keys() >= (ABOUT if line.get("kind") == "about" else RUN)
-
-
-def read(paths: Sequence[Path]) -> list[Line]:
-    """The lines of several files; what is no line of a visit's, as a last one that was cut off, is left out.
-
-    Visits that began in the same second have the same name; here each gets one of its own. A file has the line about a visit before the
-    visit's others, also where the lines of several visits were put into one file.
-    """
-    lines: list[Line] = []
-    names: set[str] = set()
-    empty = False
-    for path in paths:
-        try:
-            texts = [text for text in path.read_text(errors="replace").splitlines() if text.strip()]
-        except OSError as error:
-            sys.exit(f"cannot read {path}: {error.strerror}; give a file that an earlier visit wrote with --out")
-        renamed: dict[str, str] = {}
-        kept = 0
-        for text in texts:
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                continue
-            if not is_line(line):
-                continue
-            visit = line["visit"]
-            if line.get("kind") == "about":
-                renamed[visit] = fresh(visit, names)
-                names.add(renamed[visit])
-            lines.append({**line, "visit": renamed.get(visit, visit)})
-            kept += 1
-        if not kept:
-            empty = True
-            print(f"{path} holds no lines of runs; give a file that an earlier visit wrote with --out", file=sys.stderr)
-        elif kept < len(texts):
-            left = len(texts) - kept
-            print(f"{path}: {left} of {len(texts)} lines are no lines of runs and are left out", file=sys.stderr)
-    if empty:
-        sys.exit(1)
-    return lines
+from plan import Plan, next_jobs
 
 
 def unwritable(path: Path) -> str | None:
@@ -163,7 +104,7 @@ class Visit:
         name: str,
         lines: list[Line],
         keep: Callable[[Line], None],
-        start: Callable[[Job, int], Line],
+        start: Callable[[Sequence[Job], int], list[Line]],
         plan: Plan,
         runs: Sequence[str],
         deadline: float = float("inf"),
@@ -194,12 +135,13 @@ class Visit:
         walls = [line["wall"] for line in self.lines if line.get("run") == run and line.get("visit") == self.name]
         return max(walls, default=60.0)
 
-    def line(self, job: Job, slot: int) -> Line:
-        """What a job's process says of it, also where it cannot be started or understood: the visit goes on."""
+    def results(self, jobs: Sequence[Job], slot: int) -> list[Line]:
+        """What the processes of some jobs say, also where they cannot be started or understood: the visit goes on."""
         try:
-            return self.start(job, slot)
+            return self.start(jobs, slot)
         except (OSError, ValueError) as error:
-            return {**asdict(job), "completed": False, "wall": 0.0, "error": f"{type(error).__name__}: {error}"}
+            text = f"{type(error).__name__}: {error}"
+            return [{**asdict(job), "completed": False, "wall": 0.0, "error": text} for job in jobs]
 
     def work(self, slot: int) -> None:
         """Runs tasks on the GPU of number `slot` in the list of GPUs."""
@@ -208,16 +150,17 @@ class Visit:
             try:
                 while True:
                     with self.changed:
-                        job = next_job(self.lines, run, stage, self.plan, self.name)
-                        late = job is not None and self.clock() + self.expected(run) > self.deadline
+                        jobs = next_jobs(self.lines, run, stage, self.plan, self.name)
+                        late = bool(jobs) and self.clock() + self.expected(run) > self.deadline
                     if late:
                         self.left.append(task)
-                    if job is None or late:
+                    if not jobs or late:
                         break
-                    line = {**self.line(job, slot), "visit": self.name, "slot": slot}
+                    found = [{**line, "visit": self.name, "slot": slot} for line in self.results(jobs, slot)]
                     with self.changed:
-                        self.lines.append(line)
-                        self.keep(line)
+                        for line in found:
+                            self.lines.append(line)
+                            self.keep(line)
             finally:
                 with self.changed:
                     self.busy.discard(run)

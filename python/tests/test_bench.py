@@ -8,7 +8,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import pytest
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 sys.path.insert(0, str(BENCH))
 
+import launching  # noqa: E402
+import lines as lines_of  # noqa: E402
 import measure  # noqa: E402
 import plan as planning  # noqa: E402
 import summary  # noqa: E402
@@ -52,7 +54,11 @@ def work(
 ) -> list[tuple[str, str]]:
     pretend.clock = 0  # type: ignore[attr-defined]
     slots = more.pop("slots", 1)
-    return visit.Visit(name, lines, lambda line: None, start, more.pop("plan", Plan()), runs, **more).go(slots)
+
+    def all_of(jobs: Sequence[Job], slot: int) -> list[dict[str, Any]]:
+        return [start(job, slot) for job in jobs]
+
+    return visit.Visit(name, lines, lambda line: None, all_of, more.pop("plan", Plan()), runs, **more).go(slots)
 
 
 def kinds(lines: list[dict[str, Any]], kind: str) -> list[tuple[str, bool]]:
@@ -72,6 +78,48 @@ def test_rounds_alternate_and_take_natives_steps_and_peak() -> None:
     assert kinds(lines, "round") == forth + forth[::-1]
     assert [line["steps"] for line in lines] == [200] * 6
     assert {line["limit"] for line in lines} == {0, math.ceil(PEAK * 1.02)}
+
+
+def test_processes_that_take_turns_begin_a_round_together() -> None:
+    plan = Plan(stages=["rounds"], repeat=2, turns=True)
+    lines: list[dict[str, Any]] = []
+    begun: list[list[Job]] = []
+
+    def start(jobs: Sequence[Job], slot: int) -> list[dict[str, Any]]:
+        begun.append(list(jobs))
+        return [pretend(job) for job in jobs]
+
+    def go(name: str, lines: list[dict[str, Any]], start: Any) -> None:
+        assert visit.Visit(name, lines, lambda line: None, start, plan, ["gpt2"]).go(1) == []
+
+    pretend.clock = 0  # type: ignore[attr-defined]
+    go("one", lines, start)
+    # Native by itself tells how many steps all take, and what the limit is.
+    assert [len(jobs) for jobs in begun] == [1, 3, 3] and (begun[0][0].allocator, begun[0][0].kind) == (
+        "native",
+        "other",
+    )
+    forth = [("native", False), ("xseg", False), ("xseg", True)]
+    assert kinds(lines, "round") == forth + forth[::-1]
+    assert {job.steps for jobs in begun[1:] for job in jobs} == {200}
+    assert {job.limit for jobs in begun for job in jobs} == {0, math.ceil(PEAK * 1.02)}
+    assert len(summary.ratios(lines, "gpt2", "xseg", True, plan)) == 2
+    # An earlier visit's native will do, and nothing is run that is there.
+    begun.clear()
+    go("two", [{**pretend(Job("gpt2", "native", "round")), "visit": "none"}], start)
+    assert [len(jobs) for jobs in begun] == [3, 3]
+    begun.clear()
+    go("three", lines, start)
+    assert begun == []
+
+    # Where none can be started, each has a line that says so, and native is tried once a visit.
+    def fails(jobs: Sequence[Job], slot: int) -> list[dict[str, Any]]:
+        raise OSError("no process")
+
+    for before, count in (([], 1), ([{**pretend(Job("gpt2", "native", "round")), "visit": "none"}], 7)):
+        lines = list(before)
+        go("four", lines, fails)
+        assert len(lines) == count and all(line["error"] == "OSError: no process" for line in lines[len(before) :])
 
 
 @pytest.mark.parametrize("need", [1.0001, 1.0025, 1.0026, 1.0074, 1.0076, 1.02, 1.0333, 1.2, 1.72])
@@ -342,9 +390,9 @@ def test_lines_are_read_back(tmp_path: Path) -> None:
     whole_file, cut = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     whole_file.write_text("".join(json.dumps(line) + "\n" for line in lines[:5]))
     cut.write_text("".join(json.dumps(line) + "\n" for line in lines[5:]) + '{"run": "gp')
-    assert visit.read([whole_file, cut]) == lines
+    assert lines_of.read([whole_file, cut]) == lines
     with pytest.raises(SystemExit, match="cannot read .*nothing.jsonl: No such file"):
-        visit.read([tmp_path / "nothing.jsonl"])
+        lines_of.read([tmp_path / "nothing.jsonl"])
     assert visit.earlier([whole_file], cut) == lines and visit.earlier([whole_file, cut], cut) == lines
     made = tmp_path / "made.jsonl"
     made.touch()
@@ -352,7 +400,7 @@ def test_lines_are_read_back(tmp_path: Path) -> None:
     # What was cut off does not take the next visit's first line with it.
     with visit.opened(cut) as file:
         file.write(json.dumps(lines[0]) + "\n")
-    assert visit.read([cut])[-1] == lines[0]
+    assert lines_of.read([cut])[-1] == lines[0]
     cut.write_text("".join(json.dumps(line) + "\n" for line in lines[5:]) + '{"run": "gp')
     command = [sys.executable, str(BENCH / "train.py"), "--summary", str(whole_file), str(cut), "--commit", "def5678"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -373,7 +421,7 @@ def test_a_file_without_lines_of_runs_is_refused(
     wrong.write_bytes(content)
     other.write_bytes(content)
     with pytest.raises(SystemExit) as ended:
-        visit.read([wrong, good, other])
+        lines_of.read([wrong, good, other])
     said = capsys.readouterr().err.splitlines()
     assert ended.value.code == 1 and [text.split(";")[0] for text in said] == [
         f"{wrong} holds no lines of runs",
@@ -385,7 +433,7 @@ def test_a_file_without_lines_of_runs_is_refused(
         assert (done.returncode, done.stdout) == (1, "") and done.stderr.splitlines() == said[:1]
     # A file that is partly good says so once.
     good.write_bytes(good.read_bytes() + content)
-    assert len(visit.read([good])) == len(whole())
+    assert len(lines_of.read([good])) == len(whole())
     left = sum(bool(text.strip()) for text in content.decode(errors="replace").splitlines())
     count = len(whole()) + left
     expected = [f"{good}: {left} of {count} lines are no lines of runs and are left out"] if left else []
@@ -439,11 +487,11 @@ def test_visits_of_the_same_second_stay_apart(tmp_path: Path) -> None:
     for path, lines in zip(files, (first, second, [*first, *second], other)):
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     expected = [*first, *({**line, "visit": "one (2)"} for line in second)]
-    assert visit.read(files[:2]) == visit.read(files[2:3]) == expected
+    assert lines_of.read(files[:2]) == lines_of.read(files[2:3]) == expected
     # Each is measured by its own native, as where their names differ.
     apart = summary.ratios([*first, *other], "gpt2", "xseg", False, Plan())
     assert summary.ratios(expected, "gpt2", "xseg", False, Plan()) == apart and len(apart) == 2
-    names = [line["visit"] for line in visit.read([*files, files[3]]) if line["kind"] == "about"]
+    names = [line["visit"] for line in lines_of.read([*files, files[3]]) if line["kind"] == "about"]
     assert names == ["one", "one (2)", "one (3)", "one (4)", "two", "two (2)"]
     # A visit that goes on takes no name that was there.
     now = visit.begin([])
@@ -454,10 +502,10 @@ def test_visits_of_the_same_second_stay_apart(tmp_path: Path) -> None:
 def test_processes_get_their_allocator_and_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     job = Job("gpt2", "expandable", "other")
-    env = measure.environment(job, "1")
+    env = launching.environment(job, "1")
     assert env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True" and env["CUDA_VISIBLE_DEVICES"] == "1"
     assert "PYTORCH_ALLOC_CONF" not in env
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in measure.environment(replace(job, allocator="xseg"), None)
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in launching.environment(replace(job, allocator="xseg"), None)
 
 
 def test_lines_say_which_policy_xseg_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,11 +522,6 @@ def test_lines_say_which_policy_xseg_had(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(xseg, "install", lambda: "off")
     monkeypatch.setenv("XSEG_CONF", "off")
     assert measure.installed() == {"mode": "off", "conf": "off"}
-
-
-def test_a_process_that_fails_leaves_a_line(tmp_path: Path) -> None:
-    line = measure.launch(Job("nothing", "native", "round"), measure.Process(device="cpu", small=True))
-    assert not line["completed"] and line["error"] and line["run"] == "nothing" and line["wall"] > 0
 
 
 @pytest.mark.skipif(

@@ -131,7 +131,7 @@ def test_the_status_says_whether_anything_completed(
     said = capsys.readouterr()
     assert "no run completed" in said.err and "no such file" in said.out.split("What did not complete")[1]
     # What an earlier visit did not do says nothing of this one.
-    assert compare(monkeypatch, out, {"completed": True, "per_second": 5.0}) == 0
+    assert compare(monkeypatch, out, {"completed": True, "per_second": 5.0, "steps": 40, "wall": 1.0}) == 0
     # Nothing is left to do, and then not in this time.
     assert compare(monkeypatch, out, failed) == 0
     assert compare(monkeypatch, tmp_path / "late.jsonl", failed, "--minutes", "0.001") == 0
