@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from launching import environment
+from launching import environment, why
 from lines import read
 from measure import Job
 from plan import Plan, peak, probes
@@ -99,7 +99,7 @@ def launch(job: Job, args: argparse.Namespace) -> Line:
     if timed_out:
         line.update(completed=False, hang=True, error=f"no end in {args.timeout:.0f} s")
     elif not ranks:
-        line["error"] = f"exit status {started.returncode}: {err[-800:]}"
+        line["error"] = why(started.returncode, err)
     line["wall"] = round(time.monotonic() - began, 1)
     return line
 

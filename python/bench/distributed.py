@@ -35,7 +35,7 @@ from typing import Any
 
 from measure import Marks, be_deterministic, dry_figures, installed
 from options import amount, factor, factors, names, some, whole
-from visit import lacks
+from visit import gpus_here, lacks
 
 KINDS = ("ddp", "fsdp2")
 ALLOCATORS = ("native", "expandable", "xseg")
@@ -274,10 +274,17 @@ def rank_main(args: argparse.Namespace) -> int:
     """One rank, as torchrun starts it."""
     if lacks("distributed.py", ("torch",), (args.allocator,)):
         return 2
+    if "RANK" not in os.environ:
+        words = "distributed.py is a rank, which torchrun starts; or give --compare, and it starts the ranks of several runs"
+        print(words, file=sys.stderr)
+        return 2
+    if args.record and not gpus_here():
+        print("--record is for GPUs: on the host nothing is allocated on xseg", file=sys.stderr)
+        return 2
     if args.allocator == "expandable":
         # Read when PyTorch is loaded.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    rank = int(os.environ.get("RANK", 0))
+    rank = int(os.environ["RANK"])
     line: dict[str, Any] = {
         "rank": rank, "world": int(os.environ.get("WORLD_SIZE", 1)), "host": os.uname().nodename, "kind": args.kind,
         "allocator": args.allocator, "limit": args.bytes, "steps": args.steps, "register": args.register, "completed": False,

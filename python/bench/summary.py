@@ -179,6 +179,10 @@ def row(lines: list[Line], run: str, allocator: str, limited: bool, plan: Plan) 
     ]  # fmt: skip
 
 
+DRY = (
+    "**Without a GPU these are no figures of allocators**: all runs have PyTorch's memory on the host, no limit holds, and `requested` and "
+    "`reserved` are the processes' own memory. It shows that the programs work."
+)
 HEADS = [
     "run", "allocator", "limit", "done", "tokens/s", "/ native", "steady steps", "best steps", "requested GiB", "reserved GiB", "reserved / requested",
     "retries", "host waits", "driver time", "losses", "least",
@@ -253,11 +257,14 @@ def report(lines: list[Line], plan: Plan, commit: str = "") -> str:
     found = (row(lines, run, name, limited, plan) for run in runs for name in names for limited in (False, True))
     rows = [cells for cells in found if cells]
     title = visits[0]["gpus"][0] if visits and visits[0]["gpus"] else "no GPU"
-    text = [f"# Training runs: {title}", "", *(part for head in heads for part in (head, "")), *table(HEADS, rows), ""]
+    text = [f"# Training runs: {title}", "", *(part for head in heads for part in (head, ""))]
+    if visits and not all(one["gpus"] for one in visits):
+        text += [DRY, ""]
+    text += [*table(HEADS, rows), ""]
     text += [
         "Each line is the median of its runs, with the least and greatest. Speed is of the rounds only: further allocators run once, for their "
-        "peaks, and other processes may be on their GPU. `/ native` compares with native in the same round, rounds "
-        "alternating the allocators. Steady steps: the same by the steps' times on the device, without those that took native five times as long as "
+        "peaks, and other processes may be on their GPU. `/ native` compares with native in the same round, in which "
+        "the allocators alternate: by turns of some steps, or run by run. Steady steps: the same by the steps' times on the device, without those that took native five times as long as "
         "its middle step, in which kernels are loaded and tried for a new shape. Best steps: the same where each step counts with the least time that it took in any round of a visit, "
         "since other work on the machine only ever adds. Peaks are the most of any run; reserved / requested is by native's peak requested. Retries: PyTorch's "
         "`num_alloc_retries`. Driver time: the most of any run's whole process, and as a share of its timed steps, which is the most that "

@@ -36,7 +36,7 @@ from measure import ALLOCATORS, Job, Process, child
 from options import amount, factor, factors, names, some, whole
 from plan import STAGES, Plan
 from summary import report, status
-from visit import Visit, about, begin, earlier, lacks, opened, prepare, unwritable
+from visit import Visit, about, begin, earlier, gpus_here, lacks, opened, prepare, unwritable
 from workloads import RUNS
 
 
@@ -164,6 +164,9 @@ def main() -> int:
         else:
             print(text)
 
+    if args.record and args.device == "cpu":
+        print("--record is for GPUs: on the host nothing is allocated on xseg", file=sys.stderr)
+        return 2
     if args.summary:
         show(read(args.summary))
         return 0
@@ -178,6 +181,9 @@ def main() -> int:
     )
     # On the host nothing is allocated from xseg.
     if lacks("train.py", ("torch", "transformers"), plan.allocators() if args.device == "cuda" else ()):
+        return 2
+    if args.device == "cuda" and not gpus_here():
+        print("train.py found no GPU; --device cpu tries the program itself, with tiny models", file=sys.stderr)
         return 2
     began = time.monotonic()
     gpus = args.gpus.split(",") if args.gpus else [None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import shlex
@@ -86,6 +87,16 @@ def lacks(program: str, modules: Sequence[str], allocators: Collection[str]) -> 
         named = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
         print(f"{program} needs {named}, which this Python does not have", file=sys.stderr)
     return bool(missing)
+
+
+def gpus_here() -> int:
+    """How many GPUs the driver shows to this process; 0 where there is none, or no driver."""
+    count = ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    return 0 if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) else count.value
 
 
 def prepare() -> None:

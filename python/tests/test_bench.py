@@ -475,6 +475,42 @@ def test_numbers_that_make_no_sense_are_refused(program: str, capsys: pytest.Cap
     assert module.arguments().parse_args(["--repeat", "0", "--minutes", "7.9"]).minutes == 7.9
 
 
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("run", [1]), ("allocator", None), ("visit", 3), ("round", -1), ("limit", 1e999), ("limit", True), ("factor", None), ("completed", 1),
+        ("wall", "x"), ("steps", 0), ("per_second", None), ("per_second", 0), ("seconds", float("nan")), ("peak_requested", 1.5),
+        ("peak_reserved", 10**400), ("peak_reserved", "x"), ("step_ms", [0.0]), ("step_ms", 3), ("losses", ["zz"]), ("losses", [1.0]),
+        ("losses", "nan"), ("retries", [1]), ("host_waits", -1), ("driver_nanos", "1"), ("error", {}), ("conf", 1),
+    ],
+)  # fmt: skip
+def test_lines_with_wrong_values_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: Any
+) -> None:
+    lines = whole()
+    path = tmp_path / "lines.jsonl"
+    good = next(line for line in lines if line.get("kind") == "round" and line["limit"])
+    wrong = {**good, field: value}
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, wrong]))
+    assert lines_of.read([path]) == lines
+    assert f"1 of {len(lines) + 1} lines are no lines of runs" in capsys.readouterr().err
+    # Losses that are no numbers any more are the run's own.
+    assert lines_of.is_line({**good, "losses": ["nan", "-inf", "0x1p0"]})
+
+
+@pytest.mark.parametrize("field, value", [("gpus", 3), ("gpus", [1]), ("versions", 1), ("versions", {"torch": 2}), ("cores", "x")])  # fmt: skip
+def test_lines_about_a_visit_are_checked(field: str, value: Any) -> None:
+    line = visit.about("one", "abc", [])
+    assert lines_of.is_line(line) and not lines_of.is_line({**line, field: value})
+
+
+def test_a_report_without_a_gpu_says_what_its_figures_are() -> None:
+    about = visit.about("one", "abc", [])
+    lines = [{**line, "visit": "one"} for line in whole() if line.get("kind") != "about"]
+    assert "no figures of allocators" in summary.report([{**about, "gpus": []}, *lines], Plan())
+    assert "no figures of allocators" not in summary.report([{**about, "gpus": ["H200"]}, *lines], Plan())
+
+
 def test_visits_of_the_same_second_stay_apart(tmp_path: Path) -> None:
     def a_visit(speed: float) -> list[dict[str, Any]]:
         lines: list[dict[str, Any]] = [{**visit.about("one", "", []), "gpus": ["A GPU"]}]
