@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
-from launching import environment, why
-from lines import read
+from launching import Child, environment, run_jobs
+from lines import Line, read
 from measure import Job
 from plan import Plan, peak, probes
 from summary import report, status
 from visit import Visit, about, begin, earlier, lacks, opened, prepare, unwritable
 
-Line = dict[str, Any]
 # A workload is a kind of parallel training, and whether it communicates from registered memory.
 REGISTERED = "+registered"
 
@@ -63,44 +58,34 @@ def words(job: Job, args: argparse.Namespace) -> list[str]:
         str(Path(__file__).with_name("distributed.py")), "--kind", kind, "--allocator", job.allocator, "--bytes", str(job.limit),
         "--steps", str(job.steps or args.steps), "--warmup", str(args.warmup), "--hang", str(args.hang),
         *(["--register"] if job.run != kind else []), *(["--small"] if args.small else []),
-        *(["--deterministic"] if job.deterministic else []),
+        *(["--deterministic"] if job.deterministic else []), *(["--turns"] if job.turn else []),
     ]  # fmt: skip
     for name in ("width", "layers", "vocabulary", "batch", "length"):
         command += [f"--{name}", str(getattr(args, name))]
     return command
 
 
-def rank_line(text: str) -> Line | None:
-    """The line of a rank; None for what else was written, and for one that another rank wrote into."""
-    try:
-        return json.loads(text) if text.startswith('{"rank"') else None
-    except ValueError:
-        return None
+def launch(jobs: Sequence[Job], args: argparse.Namespace) -> list[Line]:
+    """Starts the ranks of jobs, and gives the line of each job."""
+
+    def begin(job: Job) -> Child:
+        return Child(job, words(job, args), environment(job, None), args.timeout)
+
+    return [line_of(child, args) for child in run_jobs(jobs, begin)]
 
 
-def launch(job: Job, args: argparse.Namespace) -> Line:
-    """Starts the ranks of a job, and gives their line."""
-    began = time.monotonic()
-    # A session of its own, so that ranks that hang can be ended with their launcher.
-    started = subprocess.Popen(
-        words(job, args), env=environment(job, None), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )  # fmt: skip
-    timed_out = False
-    try:
-        out, err = started.communicate(timeout=args.timeout)
-    except subprocess.TimeoutExpired:
-        timed_out = True
-        os.killpg(started.pid, signal.SIGKILL)
-        out, err = started.communicate()
-    ranks = [rank for text in out.splitlines() if (rank := rank_line(text))]
+def line_of(child: Child, args: argparse.Namespace) -> Line:
+    """One line for a job whose ranks have ended."""
+    job = child.job
+    ranks = [line for line in child.lines if "rank" in line]
     line = {"run": job.run, "allocator": job.allocator, "kind": job.kind, "round": job.round, "limit": job.limit}
-    line.update(factor=job.factor, steps=job.steps or args.steps, world=args.ranks)
+    line.update(factor=job.factor, steps=job.steps or args.steps, turn=job.turn, world=args.ranks)
     line.update(together(job, ranks, args.ranks))
-    if timed_out:
-        line.update(completed=False, hang=True, error=f"no end in {args.timeout:.0f} s")
-    elif not ranks:
-        line["error"] = why(started.returncode, err)
-    line["wall"] = round(time.monotonic() - began, 1)
+    if child.late:
+        line.update(completed=False, hang=True)
+    if child.error:
+        line["error"] = child.error
+    line["wall"] = child.wall
     return line
 
 
@@ -117,14 +102,14 @@ def all_probes(lines: list[Line], runs: Sequence[str], plan: Plan) -> list[Job]:
 def at_once(jobs: Sequence[Job], args: argparse.Namespace) -> Iterator[Line]:
     """Lines of jobs that run beside each other, as they end: all must fit on the GPUs, and their times say nothing."""
     with ThreadPoolExecutor(max_workers=max(len(jobs), 1)) as pool:
-        for done in as_completed([pool.submit(launch, job, args) for job in jobs]):
-            yield done.result()
+        for done in as_completed([pool.submit(launch, [job], args) for job in jobs]):
+            yield from done.result()
 
 
 def main(args: argparse.Namespace) -> int:
     stages = ["rounds", "others"] + (["losses"] if args.exact_runs else []) + (["least"] if args.least else [])
     plan = Plan(
-        stages=stages, repeat=args.repeat, limit=args.limit, limited=args.limited, others=args.others, least=args.least, resolution=args.resolution,
+        stages=stages, repeat=args.repeat, turn=args.turn, limit=args.limit, limited=args.limited, others=args.others, least=args.least, resolution=args.resolution,
         probes=args.probes, probe_steps=args.probe_steps, exact_runs=args.exact_runs,
     )  # fmt: skip
     if args.summary:
@@ -164,11 +149,7 @@ def main(args: argparse.Namespace) -> int:
                 keep(lines[-1])
             left = []
         else:
-
-            def start(some: Sequence[Job], slot: int) -> list[Line]:
-                return [launch(job, args) for job in some]
-
-            left = Visit(name, lines, keep, start, plan, runs, deadline).go(1)
+            left = Visit(name, lines, keep, lambda some, slot: launch(some, args), plan, runs, deadline).go(1)
     for run, stage in left:
         print(f"{run}: {stage} not finished; run the same with the lines so far in --have", file=sys.stderr)
     print(report(lines, plan, args.commit))

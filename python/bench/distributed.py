@@ -5,7 +5,9 @@ One run, on as many hosts as torchrun is started on; a line of JSON for each ran
     torchrun --nproc-per-node 2 distributed.py --kind fsdp2 --allocator xseg --steps 200
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 distributed.py --kind ddp --allocator xseg
 
-Comparisons on the GPUs of this host (it starts torchrun itself), one after the other, with a report at the end:
+Comparisons on the GPUs of this host (it starts torchrun itself), with a report at the end. Native is run by itself first, for its peak;
+then all processes of a round are on the GPUs, and take turns of `--turn` seconds, since a machine's own speed changes by more within
+minutes than allocators differ (`--turn 0`: one after the other, where the GPUs cannot hold all):
 
     python distributed.py --compare --ranks 2 --out lines.jsonl              # native, xseg, xseg at 1.02x; then expandable
     python distributed.py --compare --ranks 2 --least --out lines.jsonl      # and the least memory of a rank
@@ -23,18 +25,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import faulthandler
-import json
 import os
 import random
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from measure import Marks, be_deterministic, dry_figures, installed
 from options import amount, factor, factors, names, some, whole
+from pace import Turns, Watch, say
 from visit import gpus_here, lacks
 
 KINDS = ("ddp", "fsdp2")
@@ -42,46 +42,6 @@ ALLOCATORS = ("native", "expandable", "xseg")
 SEED = 1234
 # Width, layers, vocabulary, batch and length of `--small`.
 SMALL = (64, 2, 128, 2, 32)
-
-
-def say(line: dict[str, Any]) -> None:
-    """A line in one write, so that those of several ranks do not mix."""
-    sys.stdout.flush()
-    os.write(1, (json.dumps(line) + "\n").encode())
-
-
-class Watch(threading.Thread):
-    """Ends the process when the main thread does not get on."""
-
-    def __init__(self, seconds: float, line: dict[str, Any]) -> None:
-        super().__init__(daemon=True)
-        self.seconds, self.line = seconds, line
-        self.last = (0, time.monotonic())
-        self.done = threading.Event()
-
-    def at(self, step: int) -> None:
-        self.last = (step, time.monotonic())
-        # Should Python itself be stuck in a call, this still ends the process.
-        faulthandler.dump_traceback_later(2 * self.seconds, exit=True)
-
-    def run(self) -> None:
-        while not self.done.wait(min(1.0, self.seconds / 4)):
-            step, since = self.last
-            if time.monotonic() - since > self.seconds:
-                say(
-                    {
-                        **self.line,
-                        "completed": False,
-                        "hang": True,
-                        "error": f"no step within {self.seconds:.0f} s after step {step}",
-                    }
-                )
-                faulthandler.dump_traceback()
-                os._exit(3)
-
-    def stop(self) -> None:
-        self.done.set()
-        faulthandler.cancel_dump_traceback_later()
 
 
 def make_model(torch: Any, width: int, layers: int, vocabulary: int) -> Any:
@@ -184,13 +144,20 @@ def train(torch: Any, args: argparse.Namespace, line: dict[str, Any], watch: Wat
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     wait = torch.cuda.synchronize if cuda else lambda: None
     losses = torch.zeros(args.warmup + args.steps, device=device)
-    tokens, began = 0, time.perf_counter()
+    turns = Turns(dist, args, watch)
+    tokens, seconds, began, end = 0, 0.0, time.perf_counter(), 0
     marks = Marks(torch if cuda else None)
     for at in range(args.warmup + args.steps):
         if at == args.warmup:
             wait()
             dist.barrier()
-            began, tokens = time.perf_counter(), 0
+            tokens = 0
+        if at >= args.warmup and at - args.warmup == end:
+            wait()
+            seconds += time.perf_counter() - began if end else 0
+            end = turns.next(end)
+            began = time.perf_counter()
+            marks.turn()
             marks.mark()
         # Step 1 has the greatest length on all ranks, so that peaks are met before the clock starts.
         drawn = random.Random(at * world + rank).randrange(args.length // 8, args.length + 1)
@@ -218,7 +185,8 @@ def train(torch: Any, args: argparse.Namespace, line: dict[str, Any], watch: Wat
             wait()
             watch.at(at + 1)
     wait()
-    seconds = time.perf_counter() - began
+    seconds += time.perf_counter() - began
+    turns.over()
     dist.all_reduce(losses)
     counted = torch.tensor(float(tokens), device=device, dtype=torch.float64)
     dist.all_reduce(counted)
@@ -341,10 +309,11 @@ def arguments() -> argparse.ArgumentParser:
         default=2048,
         help="tokens of the longest batch; the shortest has an eighth (default %(default)s)",
     )
+    add("--turns", action="store_true", help=argparse.SUPPRESS)
     add("--small", action="store_true", help="a small model, for ranks without a GPU; overrides the five above")
     compare = parser.add_argument_group("comparisons on this host")
     add = compare.add_argument
-    add("--compare", action="store_true", help="start the ranks of several runs, one after the other")
+    add("--compare", action="store_true", help="start the ranks of several runs")
     add("--ranks", type=whole(1), default=2, help="ranks, and so GPUs, of each run (default %(default)s)")
     add("--kinds", type=names(KINDS), default="ddp,fsdp2", help="default %(default)s")
     add(
@@ -364,6 +333,12 @@ def arguments() -> argparse.ArgumentParser:
         type=factor,
         default="1.02x",
         help="memory of a limited run, in times native's peak requested on its worst rank (default %(default)s)",
+    )
+    add(
+        "--turn",
+        type=amount,
+        default=1.0,
+        help="seconds of each turn of a round's processes; 0: one run after the other (default %(default)s)",
     )
     add("--repeat", type=whole(0), default=1, help="rounds of native, xseg and xseg at the limit (default %(default)s)")
     add(

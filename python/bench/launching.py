@@ -1,21 +1,20 @@
-"""How the processes of `train.py` are started: one that has its GPU to itself, or several that take turns on it."""
+"""How the processes of the benchmarks are started: one that has its GPUs to itself, or several that take turns on them."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from measure import Job, Process
+from measure import Job
 
 Line = dict[str, Any]
 
@@ -35,12 +34,12 @@ def environment(job: Job, gpu: str | None) -> dict[str, str]:
 
 
 def told(text: str) -> Line | None:
-    """What a line of a process's output says; None for what other libraries wrote."""
+    """What a line of a process's output says; None for what libraries wrote, and where another rank wrote into it."""
     try:
         found = json.loads(text) if text.startswith("{") else None
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and ("turn" in found or "completed" in found) else None
 
 
 def why(status: int, err: str) -> str:
@@ -50,21 +49,24 @@ def why(status: int, err: str) -> str:
 
 
 class Child:
-    """A job's process. It says when it is ready for its turn (`{"turn": …}`), and at last gives its line."""
+    """A process of a job, or several that torchrun starts. It says when it is ready for its turn (`{"turn": …}`), and gives its lines."""
 
-    def __init__(self, job: Job, process: Process, gpu: str | None = None, cores: str = "") -> None:
-        self.job, self.process, self.began = job, process, time.monotonic()
-        words = {"job": asdict(job), "process": asdict(process), "cores": cores}
-        command = [sys.executable, str(Path(__file__).with_name("train.py")), "--child", json.dumps(words)]
+    def __init__(self, job: Job, command: Sequence[str], env: dict[str, str], timeout: float) -> None:
+        self.job, self.timeout, self.began = job, timeout, time.monotonic()
         # In a file: a pipe that nobody reads would stop the process.
         self.err = tempfile.TemporaryFile("w+", errors="replace")
+        pipe = subprocess.PIPE
+        # A session of its own, so that what it started can be ended with it.
         self.running = subprocess.Popen(
-            command, env=environment(job, gpu), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.err, text=True
+            command, env=env, stdin=pipe, stdout=pipe, stderr=self.err, text=True, errors="replace", start_new_session=True
         )  # fmt: skip
         self.said: queue.Queue[Line | None] = queue.Queue()
         threading.Thread(target=self.listen, daemon=True).start()
-        self.line: Line = {**asdict(job), "completed": False}
-        self.over = False
+        # Its lines, and why it has none.
+        self.lines: list[Line] = []
+        self.error = ""
+        self.over = self.late = False
+        self.wall = 0.0
 
     def listen(self) -> None:
         assert self.running.stdout is not None
@@ -77,78 +79,80 @@ class Child:
         """Waits until the process is ready for a turn; false once it has ended, or was ended since it said nothing for too long."""
         while not self.over:
             try:
-                found = self.said.get(timeout=self.process.timeout)
+                found = self.said.get(timeout=self.timeout)
             except queue.Empty:
-                self.line["error"] = f"no end in {self.process.timeout:.0f} s"
-                self.running.kill()
+                self.late = True
+                self.error = f"no end in {self.timeout:.0f} s"
                 self.end()
                 break
             if found is None:
                 self.end()
-            elif "turn" in found:
+            elif "turn" in found and "completed" not in found:
                 return True
             else:
-                self.line.update(found)
+                self.lines.append(found)
         return False
 
     def end(self) -> None:
-        """Takes what an ending process left."""
+        """Ends what has not ended, and takes what it left."""
         self.over = True
+        # All of its session: ranks that hang outlive their launcher.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.running.pid, signal.SIGKILL)
         status = self.running.wait()
         self.err.seek(0)
-        if not self.line["completed"] and "error" not in self.line:
-            self.line["error"] = why(status, self.err.read())
+        if not self.lines and not self.error:
+            self.error = why(status, self.err.read())
         self.err.close()
         for pipe in (self.running.stdin, self.running.stdout):
-            try:
+            # It may have ended before it had read all.
+            with contextlib.suppress(OSError):
                 if pipe is not None:
                     pipe.close()
-            except OSError:
-                # It ended before it had read all.
-                pass
-        self.line["wall"] = round(time.monotonic() - self.began, 1)
+        self.wall = round(time.monotonic() - self.began, 1)
 
     def go(self, steps: int) -> None:
         """Lets it train that many steps; 0: it may end."""
-        try:
-            assert self.running.stdin is not None
+        assert self.running.stdin is not None
+        # If it ended, `wait` finds that.
+        with contextlib.suppress(OSError):
             self.running.stdin.write(f"{steps}\n")
             self.running.stdin.flush()
-        except OSError:
-            # It ended, which `wait` finds.
-            pass
 
 
-def launch(job: Job, process: Process, gpu: str | None = None, cores: str = "") -> Line:
-    """Runs a job in a new process, on one GPU and some cores; its line, also where it fails."""
-    child = Child(job, process, gpu, cores)
-    while child.wait():
-        child.go(0)
-    return child.line
+Begin = Callable[[Job], Child]
 
 
-def steps_of_turns(steps: int, seconds: float, turn: float) -> list[int]:
-    """How many steps each turn has, so that a turn takes about `turn` seconds where all steps take `seconds`."""
-    each = max(1, round(steps * turn / seconds)) if seconds > 0 else 1
-    return [min(each, steps - done) for done in range(0, steps, each)]
+def to_itself(job: Job, begin: Begin) -> Child:
+    """Runs a job while nothing of ours is beside it; its process, which has ended."""
+    child = begin(job)
+    try:
+        while child.wait():
+            child.go(0)
+    finally:
+        if not child.over:
+            child.end()
+    return child
 
 
-def take_turns(jobs: Sequence[Job], process: Process, gpu: str | None = None, cores: str = "") -> list[Line]:
+def take_turns(jobs: Sequence[Job], begin: Begin) -> list[Child]:
     """Runs jobs of one workload beside each other: all are made and warmed up, then each trains some steps while the others wait.
 
-    What slows a machine for seconds or minutes slows all alike so, which it does not where one runs after the other.
+    What slows a machine for seconds or minutes slows all alike so, which it does not where one runs after the other. Returns their
+    processes, which have ended.
     """
     children: list[Child] = []
     try:
         for job in jobs:
-            children.append(Child(job, process, gpu, cores))
+            children.append(begin(job))
         # Nobody's clock starts while another warms up.
         waiting = [child for child in children if child.wait()]
-        for at, count in enumerate(steps_of_turns(jobs[0].steps, process.seconds, process.turn)):
+        steps, each = jobs[0].steps, jobs[0].turn
+        for at, done in enumerate(range(0, steps, each)):
             # In changing order, but nobody twice in a row: who follows itself finds caches as it left them.
             first = at % max(len(waiting), 1)
             for child in waiting[first:] + waiting[:first]:
-                child.go(count)
+                child.go(min(each, steps - done))
                 if not child.wait():
                     waiting.remove(child)
         # What ends frees its memory, which takes the driver's time: none does before all are through.
@@ -160,6 +164,10 @@ def take_turns(jobs: Sequence[Job], process: Process, gpu: str | None = None, co
     finally:
         for child in children:
             if not child.over:
-                child.running.kill()
                 child.end()
-    return [child.line for child in children]
+    return children
+
+
+def run_jobs(jobs: Sequence[Job], begin: Begin) -> list[Child]:
+    """Runs jobs: one that has the GPUs to itself, or several that take turns."""
+    return take_turns(jobs, begin) if len(jobs) > 1 else [to_itself(job, begin) for job in jobs]

@@ -36,6 +36,8 @@ class Job:
     factor: float = 0.0
     # Steps to train after the warm-up; 0: as many as `seconds` gives.
     steps: int = 0
+    # Steps of a turn, where several processes take turns on their GPU; 0: each has it to itself.
+    turn: int = 0
     deterministic: bool = False
 
 
@@ -46,8 +48,6 @@ class Process:
     seconds: float = 20
     warmup: int = 5
     losses: int = 20
-    # Seconds of a turn, where several processes take turns on their GPU; 0: each has it to itself.
-    turn: float = 0
     timeout: float = 180
     device: str = "cuda"
     small: bool = False
@@ -190,7 +190,7 @@ def train(torch: Any, job: Job, process: Process, line: dict[str, Any]) -> None:
     wait()
     at, tokens, turns = 0, 0, []
     while at < job.steps or not job.steps:
-        end = at + my_turn(at) if process.turn else job.steps
+        end = at + my_turn(at) if job.turn else job.steps
         began, first = time.perf_counter(), at
         marks.turn()
         marks.mark()
@@ -204,7 +204,7 @@ def train(torch: Any, job: Job, process: Process, line: dict[str, Any]) -> None:
         turns.append((at - first, round(time.perf_counter() - began, 6)))
         if not job.steps:
             break
-    if process.turn:
+    if job.turn:
         # The others may not be through: what this process frees as it ends would take the driver's time.
         my_turn(at)
         line["turns"] = turns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from measure import Job
@@ -22,8 +22,8 @@ class Plan:
     repeat: int = 3
     # The limit, as a multiple of peak requested.
     limit: float = 1.02
-    # Whether the processes of a round take turns on the GPU, instead of having it one after the other.
-    turns: bool = False
+    # Seconds of a turn of a round's processes; 0: they have the GPU one after the other.
+    turn: float = 0
     # Under the limit in every round.
     limited: Sequence[str] = ("xseg",)
     # Run for their peaks alone, this often.
@@ -111,6 +111,12 @@ def floor_of(lines: Iterable[Line], run: str, resolution: float) -> int:
 def steps(lines: Iterable[Line], run: str) -> int:
     """Steps of native's first run, which the others take too; 0 before it."""
     return next((line["steps"] for line in plenty(lines, run, "native")), 0)
+
+
+def steps_of_turn(lines: Iterable[Line], run: str, turn: float) -> int:
+    """How many steps a turn of so many seconds has, by native's first run; at least one."""
+    speeds = (line["steps"] / line["seconds"] for line in plenty(lines, run, "native") if line.get("seconds"))
+    return max(1, round(turn * next(speeds, 0)))
 
 
 def bounds(lines: list[Line], run: str, allocator: str, resolution: float) -> tuple[int, int | None]:
@@ -223,7 +229,8 @@ def next_turns(lines: list[Line], run: str, plan: Plan, visit: str) -> list[Job]
         tried = any(line["visit"] == visit for line in of(lines, run, "other", "native"))
         return [] if tried else [Job(run, "native", "other")]
     number = sum(key[0] == visit for key in done) + 1
-    return [round_job(lines, run, plan, number, *which) for which in round_jobs(plan, number)]
+    turn = steps_of_turn(lines, run, plan.turn)
+    return [replace(round_job(lines, run, plan, number, *which), turn=turn) for which in round_jobs(plan, number)]
 
 
 def next_job(lines: list[Line], run: str, stage: str, plan: Plan, visit: str) -> Job | None:
@@ -249,7 +256,7 @@ def next_job(lines: list[Line], run: str, stage: str, plan: Plan, visit: str) ->
 
 def next_jobs(lines: list[Line], run: str, stage: str, plan: Plan, visit: str) -> list[Job]:
     """What is started next, beside each other; nothing when the stage is done, or cannot be."""
-    if stage == "rounds" and plan.turns:
+    if stage == "rounds" and plan.turn:
         return next_turns(lines, run, plan, visit)
     job = next_job(lines, run, stage, plan, visit)
     return [job] if job else []

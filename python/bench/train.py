@@ -26,11 +26,11 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from launching import launch, take_turns
+from launching import Child, environment, run_jobs
 from lines import read
 from measure import ALLOCATORS, Job, Process, child
 from options import amount, factor, factors, names, some, whole
@@ -143,13 +143,19 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def line_of(child: Child) -> dict[str, Any]:
+    """The line of a process that has ended, also of one that failed."""
+    line = {**asdict(child.job), "completed": False, **(child.lines[-1] if child.lines else {}), "wall": child.wall}
+    return {**line, "error": child.error} if child.error else line
+
+
 def main() -> int:
     args = arguments().parse_args()
     if args.child:
         child(args.child)
         return 0
     plan = Plan(
-        stages=args.stages, repeat=args.repeat, turns=args.turn > 0, limit=args.limit, limited=args.limited, others=args.others, least=args.least,
+        stages=args.stages, repeat=args.repeat, turn=args.turn, limit=args.limit, limited=args.limited, others=args.others, least=args.least,
         resolution=args.resolution, probes=args.probes, probe_steps=args.probe_steps, exact_runs=args.exact_runs,
     )  # fmt: skip
     for path in [args.report] if args.summary else [args.out, args.report]:
@@ -193,9 +199,13 @@ def main() -> int:
     def start(jobs: Sequence[Job], slot: int) -> list[dict[str, Any]]:
         # Each workload has cores of its own, so that they do not slow each other.
         own = f"{slot * share}-{(slot + 1) * share - 1}" if len(gpus) > 1 and share else ""
-        if len(jobs) > 1:
-            return take_turns(jobs, replace(process, turn=args.turn), gpus[slot], own)
-        return [launch(job, process, gpus[slot], own) for job in jobs]
+
+        def begin(job: Job) -> Child:
+            words = json.dumps({"job": asdict(job), "process": asdict(process), "cores": own})
+            command = [sys.executable, __file__, "--child", words]
+            return Child(job, command, environment(job, gpus[slot]), process.timeout)
+
+        return [line_of(ended) for ended in run_jobs(jobs, begin)]
 
     lines = earlier(args.have, args.out)
     if args.device == "cuda" and "xseg" in plan.allocators():

@@ -40,7 +40,7 @@ def pretend(job: Job, slot: int = 0) -> dict[str, Any]:
     pretend.clock += 10  # type: ignore[attr-defined]
     line: dict[str, Any] = {**asdict(job), "completed": completed, "wall": 10.0, "peak_reserved": int(PEAK * need)}
     line["peak_requested"] = None if job.allocator == "async" else PEAK
-    line.update(retries=0, steps=job.steps or 200)
+    line.update(retries=0, steps=job.steps or 200, seconds=20.0)
     if completed:
         line["per_second"] = 1000.0 * (0.98 if job.allocator == "xseg" else 1.0) - pretend.clock / 100  # type: ignore[attr-defined]
         line["losses"] = [(5.0 - at / 10).hex() for at in range(20)]
@@ -80,8 +80,17 @@ def test_rounds_alternate_and_take_natives_steps_and_peak() -> None:
     assert {line["limit"] for line in lines} == {0, math.ceil(PEAK * 1.02)}
 
 
+def test_a_turn_has_as_many_steps_as_native_trains_in_its_time() -> None:
+    native = pretend(Job("gpt2", "native", "other"))
+    for turn, steps in ((1, 10), (0.01, 1), (30, 300)):
+        assert planning.steps_of_turn([native], "gpt2", turn) == steps
+    assert (
+        planning.steps_of_turn([{**native, "seconds": None}], "gpt2", 1) == planning.steps_of_turn([], "gpt2", 1) == 1
+    )
+
+
 def test_processes_that_take_turns_begin_a_round_together() -> None:
-    plan = Plan(stages=["rounds"], repeat=2, turns=True)
+    plan = Plan(stages=["rounds"], repeat=2, turn=1.5)
     lines: list[dict[str, Any]] = []
     begun: list[list[Job]] = []
 
@@ -101,7 +110,7 @@ def test_processes_that_take_turns_begin_a_round_together() -> None:
     )
     forth = [("native", False), ("xseg", False), ("xseg", True)]
     assert kinds(lines, "round") == forth + forth[::-1]
-    assert {job.steps for jobs in begun[1:] for job in jobs} == {200}
+    assert {(job.steps, job.turn) for jobs in begun[1:] for job in jobs} == {(200, 15)}
     assert {job.limit for jobs in begun for job in jobs} == {0, math.ceil(PEAK * 1.02)}
     assert len(summary.ratios(lines, "gpt2", "xseg", True, plan)) == 2
     # An earlier visit's native will do, and nothing is run that is there.

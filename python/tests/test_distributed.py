@@ -94,7 +94,7 @@ def test_probes_are_multiples_of_what_native_requested(monkeypatch: pytest.Monke
     for words in (["--probes", "much"], ["--probes", "1.01x", "--least", "none"], ["--kinds", "ddp,tp"]):
         with pytest.raises(SystemExit):
             distributed.arguments().parse_args(words)
-    monkeypatch.setattr(comparison, "launch", lambda job, args: {"limit": job.limit})
+    monkeypatch.setattr(comparison, "launch", lambda jobs, args: [{"limit": job.limit} for job in jobs])
     assert sorted(line["limit"] for line in comparison.at_once(jobs, args)) == [1005, 1005, 1010, 1010]
 
 
@@ -111,15 +111,8 @@ def compare(monkeypatch: pytest.MonkeyPatch, out: Path, ending: dict[str, Any], 
     """The status of a comparison whose runs all end alike; nothing is run."""
     monkeypatch.setattr(comparison, "lacks", lambda *_: False)
     line = {"wall": 1.0, "peak_requested": 1000, "peak_reserved": 1100, "steps": 6}
-    monkeypatch.setattr(comparison, "launch", lambda job, args: {**line, **asdict(job), **ending})
+    monkeypatch.setattr(comparison, "launch", lambda jobs, args: [{**line, **asdict(job), **ending} for job in jobs])
     return comparison.main(distributed.arguments().parse_args(["--compare", "--small", "--out", str(out), *words]))
-
-
-def test_a_rank_whose_line_was_cut_gave_none() -> None:
-    whole = '{"rank": 0, "completed": true}'
-    assert comparison.rank_line(whole) == {"rank": 0, "completed": True}
-    assert comparison.rank_line('{"rank": 1, "step_ms": [1.0,{"rank": 0}') is None
-    assert comparison.rank_line("a warning") is None
 
 
 def test_the_status_says_whether_anything_completed(
@@ -170,7 +163,7 @@ def test_two_ranks_train_alike_in_both_ways(tmp_path: Path, capsys: pytest.Captu
     words = ["--small", "--steps", "6", "--warmup", "2", "--commit", "abc1234"]
     args = distributed.arguments().parse_args(words)
     args.width, args.layers, args.vocabulary, args.batch, args.length = distributed.SMALL
-    lines = [comparison.launch(Job(kind, "native", "round"), args) for kind in distributed.KINDS]
+    lines = [line for kind in distributed.KINDS for line in comparison.launch([Job(kind, "native", "round")], args)]
     assert all(line["completed"] and line["world"] == 2 and line["steps"] == 6 for line in lines), lines
     ddp, fsdp = ([float.fromhex(loss) for loss in line["losses"]] for line in lines)
     assert len(ddp) == 8 and ddp == pytest.approx(fsdp, rel=1e-3)
@@ -179,6 +172,35 @@ def test_two_ranks_train_alike_in_both_ways(tmp_path: Path, capsys: pytest.Captu
     comparison.main(distributed.arguments().parse_args([*words, "--summary", str(out)]))
     shown = capsys.readouterr().out
     assert "| ddp | native |" in shown and "| fsdp2 | native |" in shown
+
+
+@needs_torch
+def test_ranks_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--compare",
+        "--small",
+        "--steps",
+        "7",
+        "--warmup",
+        "2",
+        "--kinds",
+        "fsdp2",
+        "--others",
+        "",
+        "--limited",
+        "",
+        "--turn",
+        "0.05",
+    ]
+    out = tmp_path / "lines.jsonl"
+    assert comparison.main(distributed.arguments().parse_args([*words, "--out", str(out)])) == 0, capsys.readouterr()
+    about, alone, native, ours = map(json.loads, out.read_text().splitlines())
+    assert about["kind"] == "about" and (alone["kind"], alone["turn"]) == ("other", 0)
+    for line in (native, ours):
+        assert line["completed"] and line["kind"] == "round" and line["turn"] > 0 and line["world"] == 2, line
+        # The same training, in however many turns.
+        assert line["losses"] == alone["losses"] and len(line["losses"]) == 9
+    assert native["allocator"] == "native" and ours["allocator"] == "xseg"
 
 
 @needs_torch
