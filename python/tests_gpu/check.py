@@ -26,7 +26,7 @@ import observing
 import ranks
 import sharing
 import speed
-from common import CHECKS, FULL_ONLY, LIMIT_S, mode, start
+from common import CHECKS, FULL_ONLY, LIMIT_S, Skip, mode, start
 
 PARTS = (common, installing, memory, graphs, observing, ranks, sharing, speed)
 
@@ -36,6 +36,8 @@ def one(name: str) -> int:
     line: dict[str, Any] = {"check": name, "mode": mode()}
     try:
         line.update(ok=True, found=CHECKS[name]())
+    except Skip as reason:
+        line.update(ok=True, skipped=str(reason))
     except BaseException as error:
         at = traceback.extract_tb(error.__traceback__)
         where = [f"{frame.name}:{frame.lineno}" for frame in at][-4:]

@@ -16,6 +16,10 @@ CHECKS: dict[str, Callable[[], Any]] = {}
 FULL_ONLY: set[str] = set()
 
 
+class Skip(Exception):
+    """This machine lacks what a check is about."""
+
+
 def check(function: Callable[[], Any]) -> Callable[[], Any]:
     CHECKS[function.__name__] = function
     return function
