@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from launching import Child, environment, run_jobs
+from launching import Child, environment, run_jobs, stop
 from lines import Line, read
 from measure import Job
 from plan import Plan, peak, probes
@@ -102,8 +102,14 @@ def all_probes(lines: list[Line], runs: Sequence[str], plan: Plan) -> list[Job]:
 def at_once(jobs: Sequence[Job], args: argparse.Namespace) -> Iterator[Line]:
     """Lines of jobs that run beside each other, as they end: all must fit on the GPUs, and their times say nothing."""
     with ThreadPoolExecutor(max_workers=max(len(jobs), 1)) as pool:
-        for done in as_completed([pool.submit(launch, [job], args) for job in jobs]):
-            yield from done.result()
+        try:
+            for done in as_completed([pool.submit(launch, [job], args) for job in jobs]):
+                yield from done.result()
+        except BaseException:
+            # Interrupted: else all would be waited for.
+            pool.shutdown(wait=False, cancel_futures=True)
+            stop()
+            raise
 
 
 def main(args: argparse.Namespace) -> int:

@@ -35,7 +35,7 @@ from typing import Any
 from measure import Marks, be_deterministic, dry_figures, installed
 from options import amount, factor, factors, names, some, whole
 from pace import Turns, Watch, say
-from visit import gpus_here, lacks
+from visit import gpus_here, interruptible, lacks
 
 KINDS = ("ddp", "fsdp2")
 ALLOCATORS = ("native", "expandable", "xseg")
@@ -389,7 +389,7 @@ def main() -> int:
     if args.compare or args.summary:
         import comparison
 
-        return comparison.main(args)
+        return interruptible(lambda: comparison.main(args))
     return rank_main(args)
 
 

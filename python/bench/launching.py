@@ -48,6 +48,12 @@ def why(status: int, err: str) -> str:
     return f"exit status {status}: {lines[-1].strip() if lines else 'nothing was said'}\n{err[-800:]}"
 
 
+# Processes that run, and whether any may still be begun.
+ALIVE: set[Child] = set()
+STOPPED = threading.Event()
+LOCK = threading.Lock()
+
+
 class Child:
     """A process of a job, or several that torchrun starts. It says when it is ready for its turn (`{"turn": …}`), and gives its lines."""
 
@@ -57,9 +63,13 @@ class Child:
         self.err = tempfile.TemporaryFile("w+", errors="replace")
         pipe = subprocess.PIPE
         # A session of its own, so that what it started can be ended with it.
-        self.running = subprocess.Popen(
-            command, env=env, stdin=pipe, stdout=pipe, stderr=self.err, text=True, errors="replace", start_new_session=True
-        )  # fmt: skip
+        with LOCK:
+            if STOPPED.is_set():
+                raise OSError("the program is ending")
+            self.running = subprocess.Popen(
+                command, env=env, stdin=pipe, stdout=pipe, stderr=self.err, text=True, errors="replace", start_new_session=True
+            )  # fmt: skip
+            ALIVE.add(self)
         self.said: queue.Queue[Line | None] = queue.Queue()
         threading.Thread(target=self.listen, daemon=True).start()
         # Its lines, and why it has none.
@@ -93,13 +103,19 @@ class Child:
                 self.lines.append(found)
         return False
 
+    def kill(self) -> None:
+        """Ends all of its session: ranks that hang outlive their launcher."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.running.pid, signal.SIGKILL)
+
     def end(self) -> None:
         """Ends what has not ended, and takes what it left."""
         self.over = True
-        # All of its session: ranks that hang outlive their launcher.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.running.pid, signal.SIGKILL)
-        status = self.running.wait()
+        with LOCK:
+            # While nobody has waited for it, the number is its own.
+            self.kill()
+            status = self.running.wait()
+            ALIVE.discard(self)
         self.err.seek(0)
         if not self.lines and not self.error:
             self.error = why(status, self.err.read())
@@ -118,6 +134,14 @@ class Child:
         with contextlib.suppress(OSError):
             self.running.stdin.write(f"{steps}\n")
             self.running.stdin.flush()
+
+
+def stop() -> None:
+    """Ends all processes, of any thread, and lets none begin any more."""
+    with LOCK:
+        STOPPED.set()
+        for child in ALIVE:
+            child.kill()
 
 
 Begin = Callable[[Job], Child]

@@ -36,7 +36,7 @@ from measure import ALLOCATORS, Job, Process, child
 from options import amount, factor, factors, names, some, whole
 from plan import STAGES, Plan
 from summary import report, status
-from visit import Visit, about, begin, earlier, gpus_here, lacks, opened, prepare, unwritable
+from visit import Visit, about, begin, earlier, gpus_here, interruptible, lacks, opened, prepare, unwritable
 from workloads import RUNS
 
 
@@ -233,4 +233,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interruptible(main))

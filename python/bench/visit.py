@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TextIO
 
+from launching import stop
 from lines import Line, fresh, read
 from measure import Job
 from plan import Plan, next_jobs
@@ -99,6 +101,19 @@ def gpus_here() -> int:
     return 0 if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) else count.value
 
 
+def interruptible(main: Callable[[], int]) -> int:
+    """Runs a program's main function; where it is interrupted or terminated, its processes end with it and no traceback is shown."""
+    # From `kill` and `timeout`: as if interrupted, so that what was begun is ended.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return main()
+    except KeyboardInterrupt:
+        print("interrupted; lines of what had ended are in the file of --out", file=sys.stderr)
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def prepare() -> None:
     """Compiles xseg's part for PyTorch before anything is timed; where it cannot be, each process says so itself."""
     code = "from xseg import _build; _build.torch_part()"
@@ -126,6 +141,7 @@ class Visit:
         # The first stage of all before the second of any: a visit that ends early has the most of what matters most.
         self.tasks = [(run, stage) for stage in plan.stages for run in runs]
         self.busy: set[str] = set()
+        self.stopped = False
         self.left: list[tuple[str, str]] = []
         self.changed = threading.Condition()
 
@@ -168,6 +184,9 @@ class Visit:
                     if not jobs or late:
                         break
                     found = [{**line, "visit": self.name, "slot": slot} for line in self.results(jobs, slot)]
+                    if self.stopped:
+                        # What it says is that it was ended.
+                        break
                     with self.changed:
                         for line in found:
                             self.lines.append(line)
@@ -182,6 +201,16 @@ class Visit:
         threads = [threading.Thread(target=self.work, args=(slot,)) for slot in range(slots)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            # Interrupted: what runs ends now, and nothing more is begun.
+            with self.changed:
+                self.stopped = True
+                self.tasks.clear()
+            stop()
+            for thread in threads:
+                thread.join()
+            raise
         return self.left

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
+import threading
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +79,22 @@ def lines_of(children: list[launching.Child]) -> list[dict[str, Any]]:
     return [train.line_of(child) for child in children]
 
 
+def wait_until_none_runs(groups: list[int]) -> None:
+    """Waits until no process of these groups runs; nobody may have asked how those that ended did."""
+    while True:
+        running = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, group = path.read_text().rsplit(") ", 1)[1].split()[:3]
+            except OSError:
+                continue
+            if int(group) in groups and state not in "ZX":
+                running.append(path)
+        if not running:
+            return
+        time.sleep(0.02)
+
+
 def test_processes_take_turns_and_end_together(notes: Path) -> None:
     lines = lines_of(launching.run_jobs(JOBS, begin))
     assert [(line["completed"], line["steps"], line["allocator"], line["limit"]) for line in lines] == [
@@ -137,8 +157,8 @@ def test_what_a_process_started_ends_with_it(tmp_path: Path) -> None:
     )
     # It has the output still, so that nobody knows of the end.
     assert child.late and child.error == "no end in 3 s"
-    status = Path(f"/proc/{file.read_text().strip()}/stat")
-    assert not status.exists() or status.read_text().rsplit(") ")[1][0] == "Z"
+    assert file.read_text().strip().isdigit()
+    wait_until_none_runs([child.running.pid])
 
 
 def test_lines_of_a_process_are_told_from_other_words() -> None:
@@ -146,3 +166,49 @@ def test_lines_of_a_process_are_told_from_other_words() -> None:
     assert launching.told('{"rank": 0, "completed": true}\n') == {"rank": 0, "completed": True}
     others = ('{"rank": 1, "step_ms": [1.0,{"rank": 0}', "{", "[]", "words", "", "3", '{"level": "warning"}')
     assert [launching.told(text) for text in others] == [None] * len(others)
+
+
+@pytest.mark.parametrize("sent, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_program_ends_its_processes(tmp_path: Path, sent: int, status: int) -> None:
+    # A visit whose processes wait for ever, on two GPUs at once.
+    code = f"""if True:
+        import sys
+        sys.path.insert(0, {str(BENCH)!r})
+        import launching, visit
+        from plan import Plan
+        def begin(job):
+            return launching.Child(job, ["sh", "-c", "echo $$ >> pids; sleep 600 & wait"], {{}}, 600)
+        def main():
+            kept = []
+            plan = Plan(stages=["rounds"])
+            start = lambda jobs, slot: [{{"error": child.error}} for child in launching.run_jobs(jobs, begin)]
+            try:
+                visit.Visit("one", [], kept.append, start, plan, ["gpt2", "llama"]).go(2)
+            finally:
+                print("kept", kept, flush=True)
+            return 0
+        sys.exit(visit.interruptible(main))
+    """
+    program = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    pids = tmp_path / "pids"
+    while not (pids.exists() and len(pids.read_text().split()) == 2):
+        assert program.poll() is None
+        time.sleep(0.02)
+    program.send_signal(sent)
+    out, err = program.communicate(timeout=60)
+    assert program.returncode == status and out == "kept []\n" and "Traceback" not in err
+    wait_until_none_runs([int(pid) for pid in pids.read_text().split()])
+
+
+def test_none_begins_once_all_were_stopped(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "STOPPED", threading.Event())
+    child = begin(replace(JOBS[0], run="gpt2"))
+    assert launching.ALIVE == {child}
+    launching.stop()
+    while child.wait():
+        pass
+    assert child.running.returncode == -9 and launching.ALIVE == set()
+    with pytest.raises(OSError, match="the program is ending"):
+        begin(JOBS[0])
