@@ -35,7 +35,7 @@ def own_spread(native: Sequence[Line]) -> float:
 
 def beside(native: Sequence[Line], lines: Sequence[Line]) -> str:
     """Losses of some runs beside native's: the distance of each to the nearest of native's, the greatest of these."""
-    lines = [line for line in lines if line.get("losses")]
+    lines, native = ([line for line in some if line.get("losses")] for some in (lines, native))
     if not lines or not native:
         return "-"
     if all(line["losses"] == native[0]["losses"] for line in [*native, *lines]):
