@@ -51,6 +51,7 @@ pub mod process;
 pub mod replay;
 mod segment;
 mod share;
+mod shown;
 #[cfg(feature = "cli")]
 mod subjects;
 #[cfg(feature = "cli")]

@@ -383,6 +383,13 @@ fn help_has_an_example_for_every_command() {
         let output = xseg(&[command, "--help"]);
         assert_eq!(output.status.code(), Some(0));
         assert!(out(&output).contains("Example"), "{command}");
+    // Nor does a file's name or content reach a terminal as anything but text.
+    let strange = file(&folder, "\u{1b}[2Jbad.pickle", "\u{1b}[31m\u{7}\n");
+    let output = xseg(&["replay", &strange]);
+    let said =
+        r"\u{1b}[2Jbad.pickle: the file is no pickle, though it is named like one: it begins with `\u{1b}[31m\u{7}`";
+    assert!(output.status.code() == Some(2) && err(&output).contains(said), "{}", err(&output));
+    assert!(!err(&output).trim_end().contains(char::is_control), "{}", err(&output));
         assert!(out(&output).contains(&format!("xseg {command}")), "{command}");
     }
 }

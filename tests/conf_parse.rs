@@ -79,6 +79,13 @@ fn unknown_keys_get_a_suggestion() {
 }
 
 #[test]
+fn text_that_is_not_readable_is_shown_escaped() {
+    assert!(error("\u{1b}[31m").starts_with(r"`\u{1b}[31m` has no value"), "{}", error("\u{1b}[31m"));
+    assert!(error("\u{7}:1").contains(r"no key `\u{7}`"));
+    assert!(error("limit:4\u{202e}G").contains(r"`limit:4\u{202e}G`"));
+}
+
+#[test]
 fn the_switch_of_the_python_package_is_told_from_a_key() {
     let why = error("off");
     assert!(why.contains("`off` is for `xseg.install()` in Python"), "{why}");

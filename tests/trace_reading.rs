@@ -218,6 +218,41 @@ fn bad_lines_say_where_and_what() {
     assert!(matches!(read(&vec![b'#'; 2 << 20]), Err(TraceError::Line { line: 1, .. })));
 }
 
+/// What a file holds may be anything; what a terminal shows of it is text.
+#[test]
+fn bytes_of_a_file_are_shown_escaped() {
+    let said = read(b"\x1b]0;title\x07\xe5\xff\0 and so on\n").unwrap_err().to_string();
+    assert!(said.starts_with(r"line 1 (`\u{1b}]0;title\u{7}\xe5\xff\0 and so on`): it is no event"), "{said}");
+    let said = read(&[b'x'; 100]).unwrap_err().to_string();
+    assert!(said.contains(&format!("(`{}…`)", "x".repeat(60))), "{said}");
+    // Names of actions come from the file, too.
+    let history = Py::List(vec![entry("alloc", 4096, 512, 0), entry("\u{1b}[2J", 0, 0, 1)]);
+    let snapshot = Py::Dict(vec![("segments", Py::List(vec![])), ("device_traces", Py::List(vec![history]))]);
+    let notes = read(&snapshot.pickle()).unwrap().notes;
+    assert!(notes.iter().any(|note| note.ends_with(r"1 \u{1b}[2J")), "{notes:?}");
+}
+
+#[test]
+fn a_file_that_is_named_a_pickle_and_is_none_is_told_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let load = |name: &str, bytes: &[u8]| {
+        std::fs::write(folder.path().join(name), bytes).unwrap();
+        Trace::load(&folder.path().join(name))
+    };
+    let noise: Vec<u8> = (0..100u32).map(|at| (at * 151 + 0xe5) as u8).collect();
+    for (name, bytes) in [("a.pickle", noise.clone()), ("a.pkl", noise.clone()), ("a.pickle.xz", xz(&noise))] {
+        let said = load(name, &bytes).unwrap_err();
+        assert!(matches!(&said, TraceError::NoPickle { start } if start.starts_with(r"\xe5")), "{name}: {said}");
+        let said = said.to_string();
+        assert!(said.starts_with("the file is no pickle") && said.contains("_dump_snapshot(path)"), "{said}");
+        assert!(!said.contains(char::is_control) && !said.contains(char::REPLACEMENT_CHARACTER), "{said}");
+    }
+    // Elsewhere the form of a line is what helps, and a trace is read whatever its name.
+    assert!(matches!(load("a.trace", &noise), Err(TraceError::Line { line: 1, .. })));
+    assert!(matches!(load("b.pickle", b"a,0,10,0,0\nf,0\n"), Err(TraceError::Line { line: 2, .. })));
+    assert!(load("c.pickle", b"a,0,10,0,0\n").is_ok());
+}
+
 #[test]
 fn numbers_that_do_not_count_up_are_fine() {
     let trace = read(b"a,18446744073709551615,1,0,5\na,123456789012,2,0,3\nf,18446744073709551615,9\n").unwrap();

@@ -134,7 +134,7 @@ fn run_command(command: &Command) -> u8 {
     }
 }
 
-/// A sentence on stderr. That stderr is closed is no reason to stop.
+/// A sentence on stderr, in which names of files are somebody else's. That stderr is closed is no reason to stop.
 fn complain(why: &str) {
-    let _ = writeln!(io::stderr(), "xseg: {why}");
+    let _ = writeln!(io::stderr(), "xseg: {}", crate::shown::sentence(why));
 }

@@ -178,19 +178,13 @@ fn names() -> String {
     KEYS.map(|key| key.name).join(", ")
 }
 
-/// Somebody else's text, short and without control characters.
+/// Somebody else's text, short and escaped.
 fn quoted(text: &str) -> String {
     format!("`{}`", clipped(text))
 }
 
 fn clipped(text: &str) -> String {
-    const MOST: usize = 60;
-    let clean = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
-    let mut short: String = text.chars().take(MOST).map(clean).collect();
-    if text.chars().nth(MOST).is_some() {
-        short.push('…');
-    }
-    short
+    crate::shown::text(text.as_bytes(), 60)
 }
 
 /// Levenshtein distance in characters; long texts are far from everything.

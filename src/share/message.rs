@@ -148,7 +148,7 @@ pub(super) fn encode_pieces(pieces: &[Piece]) -> Vec<u8> {
 /// The handles of a message that carries `descriptors`.
 pub(super) fn decode_pieces(bytes: &[u8], descriptors: usize) -> Result<Vec<Piece>, ShareFault> {
     match bytes.split_first() {
-        Some((&REFUSED, text)) => Err(ShareFault::Refused(String::from_utf8_lossy(text).into_owned())),
+        Some((&REFUSED, text)) => Err(ShareFault::Refused(crate::shown::text(text, LONGEST))),
         Some((&PIECES, rest)) => match pieces(rest, descriptors)? {
             none if none.is_empty() => Err(malformed("a message has no handles")),
             some => Ok(some),

@@ -31,7 +31,7 @@ pub enum TraceError {
     Line {
         /// Its number, from 1.
         line: u64,
-        /// Its beginning.
+        /// Its beginning, escaped where it is no readable text.
         text: String,
         /// What is wrong.
         why: &'static str,
@@ -79,6 +79,14 @@ pub enum TraceError {
         offset: usize,
         /// What is wrong.
         why: &'static str,
+    },
+    /// A file whose name is a pickle's, and whose first line is neither that nor a trace.
+    #[error(
+        "the file is no pickle, though it is named like one: it begins with `{start}`; write it with torch.cuda.memory._dump_snapshot(path)"
+    )]
+    NoPickle {
+        /// Its beginning, escaped where it is no readable text.
+        start: String,
     },
     /// A pickle that is no snapshot with history.
     #[error(

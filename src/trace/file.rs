@@ -24,7 +24,7 @@ pub(super) fn load(path: &Path) -> Result<Trace, TraceError> {
         // reading. If another program writes to the file meanwhile, bytes change between reads; the
         // readers take each byte as it comes and trust none of them.
         let map = unsafe { memmap2::Mmap::map(&file) }.map_err(failed)?;
-        return read_bytes(&map);
+        return read_bytes(&map).map_err(|error| of_name(path, error));
     }
     if meta.is_dir() {
         return Err(failed(io::Error::other("it is a folder, and one file is needed")));
@@ -35,7 +35,20 @@ pub(super) fn load(path: &Path) -> Result<Trace, TraceError> {
     if bytes.len() as u64 > PICKLE_MAX {
         return Err(TraceError::SnapshotTooLarge { most: PICKLE_MAX });
     }
-    read_bytes(&bytes)
+    read_bytes(&bytes).map_err(|error| of_name(path, error))
+}
+
+/// What is wrong with a file of this name: content decides what a file is read as, but the form of a trace's lines is no help to
+/// whoever named a pickle.
+fn of_name(path: &Path, error: TraceError) -> TraceError {
+    let name = path.file_name().unwrap_or_default().as_encoded_bytes();
+    let plain = [&b".xz"[..], b".zst"].iter().find_map(|ending| name.strip_suffix(*ending)).unwrap_or(name);
+    match error {
+        TraceError::Line { line: 1, text, .. } if plain.ends_with(b".pickle") || plain.ends_with(b".pkl") => {
+            TraceError::NoPickle { start: text }
+        }
+        other => other,
+    }
 }
 
 pub(super) fn read_bytes(bytes: &[u8]) -> Result<Trace, TraceError> {

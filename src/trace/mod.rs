@@ -128,7 +128,8 @@ impl Trace {
 
 /// File name without folder and endings: `runs/gpt2.trace.xz` is `gpt2`.
 pub(crate) fn name_of(path: &Path) -> String {
-    let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
+    // It goes into tables and, as a folder's name, back into the file system.
+    let name = crate::shown::text(path.file_name().unwrap_or(path.as_os_str()).as_encoded_bytes(), usize::MAX);
     let mut rest: &str = &name;
     for ending in [".xz", ".zst", ".trace", ".pickle", ".pkl"] {
         rest = rest.strip_suffix(ending).filter(|stem| !stem.is_empty()).unwrap_or(rest);

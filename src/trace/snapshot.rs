@@ -101,7 +101,7 @@ impl<'a> Reader<'a> {
             b"free_completed" => Kind::FreeCompleted,
             other => {
                 // A file may name a million actions; a dozen kinds are enough to explain.
-                let name = String::from_utf8_lossy(&other[..other.len().min(24)]).replace(char::is_control, "?");
+                let name = crate::shown::text(other, 24);
                 let name = if self.other.len() < 12 || self.other.contains_key(&name) { name } else { "others".into() };
                 *self.other.entry(name).or_default() += 1;
                 return None;

@@ -111,9 +111,7 @@ fn time_checked(time: u64) -> Option<u64> {
 }
 
 fn wrong(line: u64, text: &[u8], why: &'static str) -> TraceError {
-    let start = &text[..text.len().min(60)];
-    let text = String::from_utf8_lossy(start.trim_ascii()).replace(char::is_control, "\u{fffd}");
-    TraceError::Line { line, text, why }
+    TraceError::Line { line, text: crate::shown::text(text.trim_ascii(), 60), why }
 }
 
 /// Decimal fields between commas.

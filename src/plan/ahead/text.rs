@@ -36,7 +36,7 @@ impl Plan {
         let first = lines.next().and_then(|line| std::str::from_utf8(line).ok());
         let version = first.and_then(|line| line.trim_end().strip_prefix(HEADER)).ok_or(PlanError::Foreign)?.trim();
         if version.parse() != Ok(VERSION) {
-            return Err(PlanError::Version { found: version.chars().filter(|c| !c.is_control()).take(20).collect() });
+            return Err(PlanError::Version { found: crate::shown::text(version.as_bytes(), 20) });
         }
         if bytes.len() as u64 > FILE_MAX {
             return Err(PlanError::Line { line: 2, why: "the file has more than 256 MiB" });
@@ -176,6 +176,7 @@ mod tests {
         for text in ["", "a,0,100,0,0\n", "xseg plans", "\u{0}", "XSEG PLAN 1"] {
             assert!(matches!(read(text), Err(PlanError::Foreign | PlanError::Version { .. })), "{text}");
         }
+        assert_eq!(read("xseg plan \u{1b}[2J\n"), Err(PlanError::Version { found: r"\u{1b}[2J".into() }));
         assert_eq!(read("xseg plan 2\n"), Err(PlanError::Version { found: "2".into() }));
         assert_eq!(
             read("xseg plan 18446744073709551616\n").unwrap_err(),
