@@ -154,7 +154,7 @@ pub struct Config {
     pub peers: Peers,
     /// A plan's file (`xseg plan`), which the heap follows as long as requests are those that it foresees.
     pub plan: Option<PathBuf>,
-    /// Print statistics to stderr when the heap is dropped.
+    /// Print statistics to stderr when the heap ends, of the moment before its memory goes back.
     pub stats: bool,
     /// Ranges for NVIDIA's profilers around growth and moves, where the NVTX library is installed.
     pub nvtx: bool,

@@ -229,6 +229,24 @@ fn the_command_line_is_stronger_than_conf_and_conf_than_the_environment() {
 }
 
 #[test]
+fn statistics_at_the_end_are_those_of_the_replay() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = file(&folder, "gaps.trace", GAPS);
+    let output = with_conf(&["replay", &trace, "--json"], Some("stats:on,backend:host"));
+    let field = |name: &str| {
+        let line = err(&output).lines().find_map(|line| line.trim().strip_prefix(&format!("{name}: ")));
+        line.unwrap().trim_end_matches(',').parse::<u64>().unwrap()
+    };
+    // One block of 16 MiB and one of 48 live on.
+    assert_eq!((field("live_blocks"), field("allocated")), (2, 64 * MIB));
+    assert_eq!(field("reserved"), field("allocated") + field("free"), "{}", err(&output));
+    let report = json(&output).remove(0);
+    assert_eq!((Some(field("peak_reserved")), 0), (report["peak_reserved"].as_u64(), field("zombie")));
+    assert_eq!(Some(field("driver_nanos") as f64 / 1e6), report["driver_ms"].as_f64(), "without the teardown");
+    assert_eq!(err(&output).matches("Stats").count(), 1);
+}
+
+#[test]
 fn conf_shows_every_key_with_default_and_present_value() {
     let output = with_conf(&["conf"], Some("limit:40G,shrink:idle=5s"));
     assert_eq!(output.status.code(), Some(0));
@@ -346,6 +364,13 @@ fn bad_usage_and_input_are_status_2_with_advice() {
     // One bad trace does not keep the others from being replayed.
     let output = xseg(&["replay", &bad, &good, "--backend", "sim", "--json"]);
     assert_eq!((output.status.code(), json(&output).len()), (Some(2), 1));
+    // Nor does a file's name or content reach a terminal as anything but text.
+    let strange = file(&folder, "\u{1b}[2Jbad.pickle", "\u{1b}[31m\u{7}\n");
+    let output = xseg(&["replay", &strange]);
+    let said =
+        r"\u{1b}[2Jbad.pickle: the file is no pickle, though it is named like one: it begins with `\u{1b}[31m\u{7}`";
+    assert!(output.status.code() == Some(2) && err(&output).contains(said), "{}", err(&output));
+    assert!(!err(&output).trim_end().contains(char::is_control), "{}", err(&output));
     assert_eq!(err(&xseg(&["replay", "/no/such.trace"])).matches("/no/such.trace").count(), 1);
     let output = with_conf(&["info"], Some("foo:1"));
     assert_eq!((output.status.code(), out(&output)), (Some(2), ""));
@@ -383,13 +408,6 @@ fn help_has_an_example_for_every_command() {
         let output = xseg(&[command, "--help"]);
         assert_eq!(output.status.code(), Some(0));
         assert!(out(&output).contains("Example"), "{command}");
-    // Nor does a file's name or content reach a terminal as anything but text.
-    let strange = file(&folder, "\u{1b}[2Jbad.pickle", "\u{1b}[31m\u{7}\n");
-    let output = xseg(&["replay", &strange]);
-    let said =
-        r"\u{1b}[2Jbad.pickle: the file is no pickle, though it is named like one: it begins with `\u{1b}[31m\u{7}`";
-    assert!(output.status.code() == Some(2) && err(&output).contains(said), "{}", err(&output));
-    assert!(!err(&output).trim_end().contains(char::is_control), "{}", err(&output));
         assert!(out(&output).contains(&format!("xseg {command}")), "{command}");
     }
 }

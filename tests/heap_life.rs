@@ -273,7 +273,12 @@ fn shut_down_releases_all_and_later_calls_are_harmless() {
     assert_eq!(lab.time.now(), 100 * MS, "it waited for the device");
     assert!(matches!(lab.heap.alloc(512, S1), Err(Error::ShutDown)));
     assert!(matches!(lab.heap.alloc_raw(GIB, S1), Err(Error::ShutDown)));
-    assert_eq!(lab.heap.stats().reserved, 0);
+    let nothing = || {
+        let stats = lab.heap.stats();
+        assert_eq!((stats.reserved, stats.allocated, stats.requested, stats.live_blocks), (0, 0, 0, 0));
+        assert_eq!((stats.free, stats.largest_free, stats.pending, stats.frees), (0, 0, 0, stats.allocs));
+    };
+    nothing();
     lab.heap.free_raw(raw).unwrap();
     drop(blocks);
     lab.heap.tick();
@@ -282,6 +287,7 @@ fn shut_down_releases_all_and_later_calls_are_harmless() {
     assert!(matches!(lab.heap.pin(raw, 512), Err(Error::InvalidArgument(_) | Error::ShutDown)));
     lab.heap.retire_stream(S1).unwrap();
     lab.heap.shut_down();
+    nothing();
     assert_eq!(lab.sim().violations(), Vec::<String>::new());
 }
 

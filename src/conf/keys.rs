@@ -341,7 +341,7 @@ pub const KEYS: [Key; 21] = [
     },
     Key {
         name: "stats",
-        meaning: "print statistics to stderr when the heap is dropped",
+        meaning: "print statistics to stderr when the heap ends, of the moment before its memory goes back",
         values: "on or off",
         default: "off",
         show: |c| named(&SWITCH, c.stats),

@@ -296,7 +296,8 @@ impl Heap {
     }
 
     /// Releases everything now, live blocks too, after waiting for the device. Later calls fail with
-    /// [`crate::Error::ShutDown`]; frees of blocks that were live are ignored. Dropping the last clone does the same.
+    /// [`crate::Error::ShutDown`]; frees of blocks that were live are ignored, and [`Heap::stats`] counts nothing as live or free.
+    /// Dropping the last clone does the same.
     pub fn shut_down(&self) {
         self.inner.shut_down();
     }
@@ -321,9 +322,6 @@ impl Drop for Inner {
     fn drop(&mut self) {
         if !self.driver.is_ours() {
             return self.driver.leave();
-        }
-        if self.config.stats {
-            eprintln!("xseg: {:#?}", self.stats());
         }
         self.shut_down();
     }

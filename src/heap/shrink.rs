@@ -12,6 +12,7 @@ use crate::segment::Claim;
 use crate::segment::nodes::Kind;
 use crate::units::{GRANULE, UNITS_PER_GRANULE};
 use std::collections::HashSet;
+use std::io::Write;
 use std::sync::atomic::Ordering::Relaxed;
 
 impl Inner {
@@ -242,8 +243,15 @@ impl Inner {
     /// Releases everything; blocks that are still live go too. Waits for the device first.
     pub(crate) fn shut_down(&self) {
         // What a forked child gives back would be the parent's, and a lock may be held by a thread that it does not have.
-        if self.shut.swap(true, Relaxed) || !self.driver.is_ours() {
+        let ours = self.driver.is_ours();
+        // What the program did, without what the end does: nothing is reserved after it, and it takes driver time of its own.
+        let stats = (ours && self.config.stats && !self.shut.load(Relaxed)).then(|| self.stats());
+        if self.shut.swap(true, Relaxed) || !ours {
             return;
+        }
+        if let Some(stats) = stats {
+            // That nobody reads it is no reason to stop.
+            let _ = writeln!(std::io::stderr(), "xseg: {stats:#?}");
         }
         self.pools.shut();
         // Dropped without the lock: what a callback owns may use the heap as it ends.

@@ -178,6 +178,21 @@ impl Inner {
         stats.peak_allocated = stats.peak_allocated.max(stats.allocated);
         stats.peak_requested = stats.peak_requested.max(stats.requested);
         self.add_segments(&mut stats);
+        if self.shut.load(Relaxed) {
+            // What lived and what was free went with all memory; the segments still have them, for frees that come late.
+            stats = Stats {
+                allocated: 0,
+                requested: 0,
+                live_blocks: 0,
+                free: 0,
+                largest_free: 0,
+                partly_live_granules: 0,
+                pinned_by_small: 0,
+                pending: 0,
+                captured: 0,
+                ..stats
+            };
+        }
         // Whatever was allocated and does not live was freed.
         stats.frees = stats.allocs.saturating_sub(stats.live_blocks);
         stats.zombie = slow.physical.zombies.iter().map(|z| u64::from(z.granules) * crate::units::GRANULE).sum();
