@@ -43,6 +43,8 @@ pub(crate) struct Opened {
     /// In a verified replay.
     pub(crate) device: Option<Arc<dyn Verifier>>,
     pub(crate) backend: BackendKind,
+    /// The limit in bytes, where one is set and comes to a bound here.
+    pub(crate) limit: Option<u64>,
 }
 
 /// Every allocator by name.
@@ -64,8 +66,10 @@ pub(crate) fn subject_for(request: &Request<'_>) -> Result<Opened, String> {
     }
     let heap = Heap::builder().config(request.config.clone()).backend(backend).build();
     let heap = heap.map_err(|error| error.to_string())?;
+    // A share is of the backend's memory, which the heap has asked for.
+    let limit = request.config.limit.and(Some(heap.limit())).filter(|limit| *limit != u64::MAX);
     let subject = Box::new(Xseg { heap, left, stream, watch, locked: None, allocated: 0 });
-    Ok(Opened { subject, clock, device, backend: kind })
+    Ok(Opened { subject, clock, device, backend: kind, limit })
 }
 
 /// Opens a baseline, which runs on a simulated device.
@@ -78,18 +82,15 @@ fn baseline_for(request: &Request<'_>) -> Result<Opened, String> {
         return Err(format!("the baseline `{name}` runs on a simulated device; give --backend sim"));
     }
     let clock = Timeline::new(request.lag);
-    let Some(subject) = baselines::replayable(name, limit_of(&request.config), clock.clone()) else {
+    // A share of memory without a bound is no limit.
+    let limit = match request.config.limit {
+        Some(SizeOrShare::Bytes(bytes)) => Some(bytes),
+        Some(SizeOrShare::Share(_)) | None => None,
+    };
+    let Some(subject) = baselines::replayable(name, limit, clock.clone()) else {
         return Err(format!("there is no allocator `{name}`; the allocators are {}, all", names().join(", ")));
     };
-    Ok(Opened { subject, clock: Some(clock), device: None, backend: BackendKind::Sim })
-}
-
-/// The limit in bytes that `config` names, if it names one.
-pub(crate) fn limit_of(config: &Config) -> Option<u64> {
-    match config.limit {
-        Some(SizeOrShare::Bytes(bytes)) => Some(bytes),
-        _ => None,
-    }
+    Ok(Opened { subject, clock: Some(clock), device: None, backend: BackendKind::Sim, limit })
 }
 
 /// Said when a fault was asked for and none was made: such a run shows nothing.

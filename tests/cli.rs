@@ -228,6 +228,25 @@ fn the_command_line_is_stronger_than_conf_and_conf_than_the_environment() {
     assert_eq!(conf(&all), "limit:3GiB,defrag:eager,backend:sim");
 }
 
+/// A share comes to the bytes that `xseg info` shows, and the table has a column for it as for a size.
+#[test]
+fn a_limit_that_is_a_share_is_shown_in_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = file(&folder, "gaps.trace", GAPS);
+    let conf = Some("limit:50%,backend:host");
+    let bytes = json(&with_conf(&["info", "--json"], conf)).remove(1)["limit"].as_u64().unwrap();
+    let report = json(&with_conf(&["replay", &trace, "--json"], conf)).remove(0);
+    assert_eq!((report["limit"].as_u64(), &report["conf"]), (Some(bytes), &"limit:50%,backend:host".into()));
+    let shown = with_conf(&["replay", &trace], conf);
+    let gib = format!("{:.3}", bytes as f64 / (1u64 << 30) as f64);
+    let line = out(&shown).lines().find(|line| line.contains("gaps ")).unwrap();
+    assert_eq!(line.split('┆').nth(1).unwrap().trim(), gib, "{}", out(&shown));
+    // A share of memory without a bound is none, and so is no setting.
+    for conf in ["limit:50%,backend:sim", "backend:host"] {
+        assert_eq!(json(&with_conf(&["replay", &trace, "--json"], Some(conf)))[0]["limit"], Value::Null, "{conf}");
+    }
+}
+
 #[test]
 fn statistics_at_the_end_are_those_of_the_replay() {
     let folder = tempfile::tempdir().unwrap();

@@ -64,6 +64,7 @@ pub(super) fn least(args: &RunArgs, out: &mut dyn Write) -> Result<u8, Failure> 
 struct Run {
     outcome: Outcome,
     backend: BackendKind,
+    limit: Option<u64>,
     config: Config,
 }
 
@@ -159,12 +160,11 @@ impl<'a> Session<'a> {
         let progress: Option<&mut dyn FnMut(usize)> = if show { Some(&mut step) } else { None };
         let mut options = Options { clock: opened.clock, device: opened.device, progress };
         let outcome = crate::replay::replay(trace, &mut *opened.subject, &mut options);
-        Ok(Run { outcome, backend: opened.backend, config })
+        Ok(Run { outcome, backend: opened.backend, limit: opened.limit, config })
     }
 
     fn report(&self, trace: &Trace, allocator: &str, limit: Option<u64>) -> Result<Report, String> {
-        let Run { outcome, backend, config } = self.run(trace, allocator, limit, true)?;
-        let limit = subjects::limit_of(&config);
+        let Run { outcome, backend, limit, config } = self.run(trace, allocator, limit, true)?;
         let report = Report::new(trace, allocator, backend.name(), config.to_string(), limit, &outcome);
         for example in outcome.findings.iter().flat_map(|findings| &findings.examples) {
             self.progress.aside(|| complain(&format!("{}: mismatch: {example}", trace.name)));

@@ -30,7 +30,8 @@ pub struct Report {
     pub peak_allocated: u64,
     /// Most physical memory, mapped or not.
     pub peak_reserved: u64,
-    /// The limit, if there was one.
+    /// The limit in bytes, also where it was set as a share of the backend's memory; none where none was set, or memory has no
+    /// bound.
     pub limit: Option<u64>,
     /// Driver calls, in handles touched.
     pub driver_calls: DriverCalls,
