@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,47 @@ def test_the_switch_needs_no_torch() -> None:
     code = "import sys, xseg; print(xseg.install('limit:4G'), xseg.installed(), 'torch' in sys.modules)"
     done = run("-c", code, XSEG_CONF=" off ")
     assert done.stdout.split() == ["off", "off", "False"], done.stderr
+
+
+def test_what_needs_xseg_names_the_switch_that_turned_it_off(tmp_path: Path) -> None:
+    code = f"""
+import xseg
+xseg.install(CONF)
+with xseg.tag("any"):
+    pass
+for refused in (xseg.stats, xseg.tags, lambda: xseg.record({str(tmp_path / "x.trace")!r})):
+    try:
+        refused()
+    except RuntimeError as error:
+        print(error)
+from xseg._ipc import rebuild_cuda_tensor
+try:
+    rebuild_cuda_tensor()
+except RuntimeError as error:
+    print(error)
+"""
+    for conf, variable, named in (("", "off", "XSEG_CONF=off"), ("'off'", "", 'install("off")')):
+        done = run("-c", code.replace("CONF", conf), XSEG_CONF=variable)
+        *said, sent = done.stdout.splitlines()
+        assert len(said) == 3 and set(said) == {said[0]}, done.stderr
+        assert said[0].startswith(f"{named} has PyTorch run without xseg here") and "leave `off` out" in said[0], said
+        assert "call xseg.install()" not in said[0] and f"which {named} leaves it here" in sent, done.stdout
+    assert not (tmp_path / "x.trace").exists()
+
+
+def test_without_a_gpu_there_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def current_device() -> int:
+        raise RuntimeError("Found no NVIDIA driver on your system.")
+
+    torch = types.ModuleType("torch")
+    torch.cuda = types.SimpleNamespace(current_device=current_device)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(_torch, "_mode", "full")
+    for refused in (xseg.stats, xseg.tags, lambda: xseg.record("nowhere.trace")):
+        with pytest.raises(RuntimeError, match="^PyTorch has no current GPU here.*: Found no NVIDIA driver") as caught:
+            refused()
+        assert caught.value.__suppress_context__, "PyTorch's own traceback is left out"
+    assert not Path("nowhere.trace").exists()
 
 
 def test_memory_is_made_of_small_pieces_unless_the_policy_says_how_large() -> None:

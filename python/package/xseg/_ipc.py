@@ -21,10 +21,15 @@ def rebuild_cuda_tensor(*parts: Any) -> Any:
     """A tensor of another process, in place of PyTorch's function of this name."""
     if _rebuild is not None:
         return _rebuild(*parts)
-    from ._torch import installed
+    from . import _torch
 
-    if installed() == "plain":
+    if _torch.installed() == "plain":
         raise RuntimeError(_WITHOUT_PART)
+    if _torch.installed() == "off":
+        raise RuntimeError(
+            f"this tensor is in memory of xseg in another process, and PyTorch's own allocator, which {_torch._switch} leaves it here, "
+            "cannot read it; run both processes with `off` or neither"
+        )
     raise RuntimeError(
         "this tensor is in memory of xseg in another process, and PyTorch's own allocator cannot read it; call xseg.install() in this "
         'process too, before its first use of CUDA (a spawned process runs the top of the script, outside of `if __name__ == "__main__"`, '

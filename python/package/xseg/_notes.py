@@ -28,7 +28,7 @@ class tag(contextlib.ContextDecorator):
 
     ``xseg.tags()`` has the figures. Tags nest, and the innermost counts. PyTorch's backward pass runs on threads of its own, whose
     allocations have no tag but one that a hook sets there. A process has up to 1024 different names; without any, tags cost
-    nothing.
+    nothing. Without ``install()`` and under ``XSEG_CONF=off`` a tag does nothing.
     """
 
     def __init__(self, name: str) -> None:
@@ -52,7 +52,8 @@ def tags(device: int | None = None) -> dict[str, dict[str, int]]:
     """What blocks with each tag take up on a device under PyTorch (None: the current one), by name.
 
     ``allocated``, ``peak_allocated`` (bytes, rounded to 512), ``live_blocks`` and ``allocs`` (so far).
-    ``torch.cuda.reset_peak_memory_stats`` resets the peaks. Raises RuntimeError without ``install()``.
+    ``torch.cuda.reset_peak_memory_stats`` resets the peaks. Raises RuntimeError without ``install()``, under ``XSEG_CONF=off`` and,
+    for the current GPU, where there is none.
     """
     number, library = _torch._device(device), _torch._c()
     count = ctypes.c_size_t()
@@ -72,7 +73,8 @@ class record:
     """Record what PyTorch allocates on a device (None: the current one) as a trace that ``xseg replay`` reads.
 
     Recording begins here, with the blocks that are live, and ends with ``stop()``, the ``with``, or the program. A device has one
-    recording at a time. Raises RuntimeError without ``install()`` and Error where the file cannot be written.
+    recording at a time. Raises RuntimeError without ``install()``, under ``XSEG_CONF=off`` and without a GPU, and Error where the
+    file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], device: int | None = None) -> None:

@@ -20,6 +20,8 @@ from typing import Any
 from . import _build, _ipc, _native
 
 _mode: str | None = None
+# Which switch turned xseg off, while the mode is "off".
+_switch: str | None = None
 _library: ctypes.CDLL | None = None
 
 
@@ -40,10 +42,10 @@ def install(conf: str | None = None, *, compile: bool | None = None) -> str:
     RuntimeError("CUDA out of memory. ...") in place of torch.OutOfMemoryError, and there are no ``torch.cuda.MemPool``,
     memory history and ``torch.backends.cudnn.benchmark``.
 
-    Returns "full", "plain" or "off". Raises RuntimeError for a second call and after CUDA was used, ConfigError for a wrong
+    Returns "full", "plain" or "off", also without a GPU, which PyTorch asks for at its first use of CUDA. Raises RuntimeError for a second call and after CUDA was used, ConfigError for a wrong
     policy.
     """
-    global _mode
+    global _mode, _switch
     if _mode is not None and _mode != "off":
         raise RuntimeError("xseg.install() was called already in this process; call it once")
     if conf is not None and not isinstance(conf, str):
@@ -54,6 +56,7 @@ def install(conf: str | None = None, *, compile: bool | None = None) -> str:
     # The switch of the environment is stronger than what a program says.
     if "off" in (environment.strip(), wanted.strip()):
         _mode = "off"
+        _switch = "XSEG_CONF=off" if environment.strip() == "off" else 'install("off")'
         return _mode
     shortest = _native.check_conf(conf)
     for entry in shortest.split(","):
@@ -138,14 +141,28 @@ def _heap(device: int) -> ctypes.c_void_p:
     return heap
 
 
+def _why_not_here() -> str:
+    """Why PyTorch does not run on xseg in this process, and what to do."""
+    if _mode == "off":
+        return (
+            f"{_switch} has PyTorch run without xseg here, which knows nothing of its memory then; leave `off` out, or skip this "
+            'where xseg.installed() is "off"'
+        )
+    return "PyTorch does not run on xseg here; call xseg.install() first"
+
+
 def _device(device: int | None) -> int:
     """The number of a device, or of the current one."""
     if _mode not in ("full", "plain"):
-        raise RuntimeError("PyTorch does not run on xseg here; call xseg.install() first")
+        raise RuntimeError(_why_not_here())
     if device is None:
         import torch
 
-        device = int(torch.cuda.current_device())
+        try:
+            device = int(torch.cuda.current_device())
+        except RuntimeError as error:
+            # PyTorch's own steps on the way there help nobody.
+            raise RuntimeError(f"PyTorch has no current GPU here for xseg to look at: {error}") from None
     try:
         device = operator.index(device)
     except TypeError:
@@ -160,7 +177,8 @@ def _device(device: int | None) -> int:
 def stats(device: int | None = None) -> dict[str, int]:
     """What xseg did and holds on a device under PyTorch (None: the current one): bytes and counts by name.
 
-    More than ``torch.cuda.memory_stats`` has room for: moves, waits, driver calls. Raises RuntimeError without ``install()``.
+    More than ``torch.cuda.memory_stats`` has room for: moves, waits, driver calls. Raises RuntimeError without ``install()``, under
+    ``XSEG_CONF=off`` and without a GPU.
     """
     number = _device(device)
     count = len(_native.STATISTICS)
