@@ -194,4 +194,4 @@ def take_turns(jobs: Sequence[Job], begin: Begin) -> list[Child]:
 
 def run_jobs(jobs: Sequence[Job], begin: Begin) -> list[Child]:
     """Runs jobs: one that has the GPUs to itself, or several that take turns."""
-    return take_turns(jobs, begin) if len(jobs) > 1 else [to_itself(job, begin) for job in jobs]
+    return take_turns(jobs, begin) if jobs[0].turn else [to_itself(job, begin) for job in jobs]

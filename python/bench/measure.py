@@ -110,7 +110,7 @@ def recorded(job: Job, process: Process) -> contextlib.AbstractContextManager[An
 
 
 def child(text: str) -> None:
-    """The job that `launch` describes, in this process; prints its line."""
+    """The job that these words describe, in this process; prints its line."""
     words = json.loads(text)
     job, process = Job(**words["job"]), Process(**words["process"])
     if words["cores"]:
