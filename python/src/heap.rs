@@ -174,7 +174,8 @@ impl Heap {
     }
 
     /// Call `callback(bytes)` before an out-of-memory error; when it returns a true value, the request is tried again.
-    /// What it raises is printed and counts as false. A heap may have several such functions, and keeps them as long as it lives.
+    /// What it raises, SystemExit and KeyboardInterrupt too, goes to `sys.unraisablehook`, which prints it, and counts as false. A heap
+    /// may have several such functions, and keeps them as long as it lives.
     fn on_out_of_memory(&self, callback: &Bound<'_, PyAny>) -> PyResult<()> {
         if !callback.is_callable() {
             return Err(number::unlike(callback, "callback", "a function of the number of bytes"));
@@ -184,7 +185,8 @@ impl Heap {
             Python::attach(|py| {
                 let called = callback.call1(py, (bytes,)).and_then(|said| said.is_truthy(py));
                 called.unwrap_or_else(|error| {
-                    error.print(py);
+                    // Not printed as at the end of a program, which SystemExit would be on any thread.
+                    error.write_unraisable(py, Some(callback.bind(py)));
                     false
                 })
             })
