@@ -1,9 +1,11 @@
 //! Heaps and blocks as Python classes.
 
+use crate::callback::Callbacks;
 use crate::errors::{Error, PointerError, raise};
 use crate::memory::Range;
 use crate::number;
 use crate::share::{Export, Imported, descriptor, locked};
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use std::sync::Arc;
@@ -24,6 +26,7 @@ pub(crate) struct Heap {
     heap: xseg::Heap,
     /// A child that was forked off gets nothing: it would wait for locks of threads that it does not have.
     process: Process,
+    callbacks: Callbacks,
 }
 
 impl Heap {
@@ -41,7 +44,7 @@ impl Heap {
             Some(conf) => xseg::Heap::builder().conf(&conf).and_then(xseg::HeapBuilder::build),
             None => xseg::Heap::from_env(),
         });
-        Ok(Self { heap: made.map_err(raise)?, process: Process::this() })
+        Ok(Self { heap: made.map_err(raise)?, process: Process::this(), callbacks: Callbacks::default() })
     }
 
     /// Allocate `bytes` for work on `stream`. The block is freed when it is closed, its `with` ends, or it is collected.
@@ -175,22 +178,12 @@ impl Heap {
 
     /// Call `callback(bytes)` before an out-of-memory error; when it returns a true value, the request is tried again.
     /// What it raises, SystemExit and KeyboardInterrupt too, goes to `sys.unraisablehook`, which prints it, and counts as false. A heap
-    /// may have several such functions, and keeps them as long as it lives.
+    /// may have several such functions, and keeps them as long as this object lives; they may name it.
     fn on_out_of_memory(&self, callback: &Bound<'_, PyAny>) -> PyResult<()> {
         if !callback.is_callable() {
             return Err(number::unlike(callback, "callback", "a function of the number of bytes"));
         }
-        let callback = callback.clone().unbind();
-        self.ours()?.on_out_of_memory(Box::new(move |bytes| {
-            Python::attach(|py| {
-                let called = callback.call1(py, (bytes,)).and_then(|said| said.is_truthy(py));
-                called.unwrap_or_else(|error| {
-                    // Not printed as at the end of a program, which SystemExit would be on any thread.
-                    error.write_unraisable(py, Some(callback.bind(py)));
-                    false
-                })
-            })
-        }));
+        self.callbacks.add(self.ours()?, callback);
         Ok(())
     }
 
@@ -244,6 +237,15 @@ impl Heap {
 
     fn __repr__(&self) -> String {
         format!("<xseg.Heap on {}>", self.backend())
+    }
+
+    /// A function that it calls may name it.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.callbacks.traverse(&visit)
+    }
+
+    fn __clear__(&self) {
+        self.callbacks.clear();
     }
 }
 

@@ -1,5 +1,6 @@
 //! `xseg._native`: heaps for Python, the command line, and the C functions of `xseg.h` in the same library, for PyTorch.
 
+mod callback;
 mod errors;
 mod heap;
 mod memory;

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,3 +54,96 @@ def test_what_a_callback_raises_goes_to_the_hook_and_ends_nothing(
         fail()
     assert refused == ["once"] and asked_after_it == [65 * MIB]
     assert [(one.exc_type, one.object) for one in said] == [(kind, callback)]
+
+
+def shared_memory() -> int:
+    """Bytes of host memory that heaps hold and that were touched."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem"))
+    return int(line.split()[1]) << 10
+
+
+class Owner:
+    """Its callback names it, and it the heap."""
+
+    def __init__(self) -> None:
+        self.heap = xseg.Heap("backend:host,limit:64MiB")
+        self.block = self.heap.alloc(32 * MIB)
+        self.block.view()[:] = bytes(32 * MIB)
+        self.heap.on_out_of_memory(self.rescue)
+
+    def rescue(self, bytes: int) -> bool:
+        self.block.close()
+        return True
+
+
+@pytest.mark.parametrize("names", ["the heap", "a method", "the block", "an owner", "another heap", "nothing"])
+def test_a_heap_that_its_callback_names_is_collected(names: str) -> None:
+    def make() -> None:
+        heap = xseg.Heap("backend:host,limit:64MiB")
+        block = heap.alloc(32 * MIB)
+        block.view()[:] = bytes(32 * MIB)
+        other = xseg.Heap("backend:host,limit:64MiB")
+        callbacks: dict[str, Any] = {
+            "the heap": lambda _: bool(heap.trim()),
+            "a method": heap.free,
+            "the block": lambda _: block.close(),
+            "an owner": Owner().rescue,
+            "another heap": lambda _: bool(other.trim()),
+            "nothing": lambda _: False,
+        }
+        heap.on_out_of_memory(callbacks[names])
+        if names == "another heap":
+            other.on_out_of_memory(lambda _: bool(heap.trim()))
+
+    gc.collect()
+    before = (len(os.listdir("/proc/self/fd")), shared_memory())
+    for _ in range(10):
+        make()
+    gc.collect()
+    descriptors, memory = len(os.listdir("/proc/self/fd")), shared_memory()
+    assert descriptors <= before[0] and memory < before[1] + 32 * MIB
+
+
+def test_callbacks_are_called_in_spite_of_collections_while_their_heap_is_used() -> None:
+    heap = xseg.Heap("backend:host,limit:64MiB")
+    asked: list[int] = []
+
+    def rescue(bytes: int) -> bool:
+        gc.collect()
+        asked.append(bytes)
+        return bool(heap.trim())
+
+    heap.on_out_of_memory(rescue)
+    stop = threading.Event()
+
+    def collect() -> None:
+        while not stop.is_set():
+            gc.collect()
+
+    collector = threading.Thread(target=collect)
+    collector.start()
+    for number in range(1, 21):
+        with pytest.raises(xseg.OutOfMemoryError):
+            heap.alloc((64 + number) * MIB)
+    stop.set()
+    collector.join()
+    assert asked == [(64 + number) * MIB for number in range(1, 21)]
+
+
+def test_a_finalizer_may_use_a_heap_that_is_collected_with_it() -> None:
+    seen: list[int] = []
+
+    class Last:
+        def __init__(self) -> None:
+            self.heap = xseg.Heap("backend:host,limit:64MiB")
+            self.heap.on_out_of_memory(lambda _: self.heap is None)
+
+        def __del__(self) -> None:
+            with pytest.raises(xseg.OutOfMemoryError):
+                self.heap.alloc(65 * MIB)
+            seen.append(self.heap.alloc(MIB).nbytes)
+
+    last = Last()
+    del last
+    gc.collect()
+    assert seen == [MIB]
