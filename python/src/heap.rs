@@ -178,7 +178,8 @@ impl Heap {
 
     /// Call `callback(bytes)` before an out-of-memory error; when it returns a true value, the request is tried again.
     /// What it raises, SystemExit and KeyboardInterrupt too, goes to `sys.unraisablehook`, which prints it, and counts as false. A heap
-    /// may have several such functions, and keeps them as long as this object lives; they may name it.
+    /// may have several such functions, and keeps them as long as this object lives; they may name it. None is called once the
+    /// interpreter ends: from `atexit` on, where xseg was imported.
     fn on_out_of_memory(&self, callback: &Bound<'_, PyAny>) -> PyResult<()> {
         if !callback.is_callable() {
             return Err(number::unlike(callback, "callback", "a function of the number of bytes"));

@@ -3,6 +3,7 @@
 mod callback;
 mod errors;
 mod heap;
+mod leaving;
 mod memory;
 mod number;
 mod share;
@@ -52,5 +53,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(cli, module)?)?;
     module.add_function(wrap_pyfunction!(check_conf, module)?)?;
     module.add_function(wrap_pyfunction!(header, module)?)?;
+    leaving::prepare(module)?;
     errors::add(module)
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -147,3 +148,89 @@ def test_a_finalizer_may_use_a_heap_that_is_collected_with_it() -> None:
     del last
     gc.collect()
     assert seen == [MIB]
+
+
+def ends(program: str) -> str:
+    """What a program prints, which must end by itself and as it says: with status 7."""
+    # The C library takes a while to end after Python has, as where large libraries end: threads that meet that are then seen.
+    lingers = "import ctypes; libc = ctypes.CDLL(None); libc.on_exit(libc.usleep, ctypes.c_void_p(300_000))\n"
+    words = [sys.executable, "-c", lingers + program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 7, (done.returncode, done.stderr)
+    return done.stdout
+
+
+FAILING_THREADS = """
+import sys, threading, time, xseg
+heap = xseg.Heap("backend:host,limit:64MiB,wait_limit:1ms")
+class Slow:
+    def __bool__(self):
+        return slow(0)
+    def __del__(self):
+        slow(0)
+def slow(_):
+    until = time.monotonic() + 0.05
+    while time.monotonic() < until:
+        sum(range(1000))
+    return False
+def raises(_):
+    raise KeyError
+sys.unraisablehook = slow
+heap.on_out_of_memory({callback})
+def fail():
+    while True:
+        try:
+            heap.alloc(65 << 20)
+        except xseg.OutOfMemoryError:
+            pass
+for _ in range(6):
+    threading.Thread(target=fail, daemon=True).start()
+time.sleep(0.1)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    "callback", ["lambda _: False", "slow", "lambda _: Slow()", "raises", "lambda _: time.sleep(0.2)", "heap.trim"]
+)
+def test_threads_that_are_in_callbacks_or_come_to_them_do_not_disturb_the_end(callback: str) -> None:
+    for _ in range(3):
+        ends(FAILING_THREADS.format(callback=callback))
+
+
+def test_callbacks_are_asked_until_the_interpreter_ends() -> None:
+    program = """
+import atexit, sys
+def fail(when):
+    try:
+        heap.alloc(65 << 20)
+    except xseg.OutOfMemoryError:
+        print(when, asked)
+atexit.register(fail, "registered before")
+import xseg
+atexit.register(fail, "registered after")
+heap = xseg.Heap("backend:host,limit:64MiB")
+asked = []
+heap.on_out_of_memory(asked.append)
+fail("first")
+sys.exit(7)
+"""
+    once, twice = f"[{65 * MIB}]", f"[{65 * MIB}, {65 * MIB}]"
+    assert ends(program).splitlines() == [f"first {once}", f"registered after {twice}", f"registered before {twice}"]
+
+
+def test_a_forked_child_ends_while_its_parents_threads_come_to_callbacks() -> None:
+    program = FAILING_THREADS.format(callback="lambda _: False").replace(
+        "sys.exit(7)",
+        """
+import os
+for _ in range(15):
+    child = os.fork()
+    if child == 0:
+        sys.exit(9)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == 9, status
+sys.exit(7)
+""",
+    )
+    ends(program.replace("usleep", "getpid"))
