@@ -14,6 +14,7 @@ mod heap;
 mod leaving;
 mod noted;
 mod opened;
+mod quiet;
 mod record;
 mod regions;
 mod share;

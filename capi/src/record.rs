@@ -3,6 +3,7 @@
 use crate::handles::{heap, xseg_heap};
 use crate::heap::text;
 use crate::noted::{self, Block};
+use crate::quiet::Quiet;
 use crate::status::{Failure, guard, xseg_status};
 use parking_lot::Mutex;
 use std::ffi::c_char;
@@ -19,7 +20,7 @@ struct Recording {
     number: u32,
     blocks: u64,
     began: Instant,
-    out: BufWriter<File>,
+    out: BufWriter<Quiet>,
     path: String,
     /// Device and inode of the file.
     file: (u64, u64),
@@ -93,7 +94,9 @@ fn unwritten(path: &str, error: &std::io::Error) -> Failure {
 
 /// From now on every allocation, free and declared use of a heap is written to a trace file, which `xseg replay` reads,
 /// beginning with the blocks that are live. Times are microseconds since the call. A heap has one recording at a time, and a file. What other
-/// threads allocate or free while this is called may stay live in the trace. Only allocations by this interface are seen.
+/// threads allocate or free while this is called may stay live in the trace. Only allocations by this interface are seen. What cannot be
+/// written is said by `xseg_record_stop`, raises no signal, and disturbs nothing else. The path may be a pipe's: allocations of all heaps that
+/// are being recorded then wait for a reader that is slow.
 ///
 /// # Safety
 /// `path` is null or a string.
@@ -120,7 +123,7 @@ pub unsafe extern "C" fn xseg_record_start(handle: *mut xseg_heap, path: *const 
             }
             let file = opened.map_or_else(|| create(path), Ok)?;
             let found_at = file.metadata().map_err(|error| unwritten(path, &error))?;
-            let mut out = BufWriter::with_capacity(1 << 18, file);
+            let mut out = BufWriter::with_capacity(1 << 18, Quiet(file));
             let backend = format!("{:?}", found.backend().kind()).to_lowercase();
             let heads = writeln!(out, "# recorded by xseg {}", env!("CARGO_PKG_VERSION"))
                 .and_then(|()| writeln!(out, "# {{\"source\": \"xseg\", \"backend\": \"{backend}\"}}"));

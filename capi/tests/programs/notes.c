@@ -1,8 +1,11 @@
 /* Tags and recordings, on host memory. Each failed check is printed; the exit status is their number. */
+#include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -89,6 +92,52 @@ static void beside_a_pipe(xseg_heap *heap, xseg_heap *second, const char *path) 
   unlink(name);
 }
 
+/* What ends the writing of a recording ends nothing else: `why` it failed is said where it ends. */
+static void unwritten(xseg_heap *heap, const char *name, const char *why) {
+  void *block = NULL;
+  /* More than is kept to be written together. */
+  for (int round = 0; round < 20000; round++) {
+    CHECK(xseg_alloc(heap, 4096, stream, &block) == XSEG_OK && xseg_free(heap, block) == XSEG_OK);
+  }
+  CHECK(xseg_record_stop(heap) == XSEG_IO && strstr(xseg_last_error(), name) != NULL && strstr(xseg_last_error(), why) != NULL);
+}
+
+static int caught;
+static void catch (int signal) { caught += signal; }
+
+static void no_signals(xseg_heap *heap, const char *path) {
+  char name[4096];
+  struct piped piped = {heap, name};
+  pthread_t thread;
+  sigset_t set, pending;
+  struct rlimit limit, small;
+  snprintf(name, sizeof name, "%s.unread", path);
+  unlink(name);
+  /* Signals do what they do without anyone's word, which is the program's end; then they wait for the program, which keeps its own. */
+  for (int waiting = 0; waiting < 2; waiting++) {
+    sigemptyset(&set);
+    if (waiting) {
+      sigaddset(&set, SIGPIPE);
+      CHECK(pthread_sigmask(SIG_BLOCK, &set, NULL) == 0 && raise(SIGPIPE) == 0);
+    }
+    CHECK(mkfifo(name, 0600) == 0 && pthread_create(&thread, NULL, record_to_pipe, &piped) == 0);
+    const int reader = open(name, O_RDONLY);
+    CHECK(reader >= 0 && pthread_join(thread, NULL) == 0 && close(reader) == 0 && unlink(name) == 0);
+    unwritten(heap, name, "Broken pipe");
+    CHECK(sigpending(&pending) == 0 && sigismember(&pending, SIGPIPE) == waiting);
+  }
+  /* The program's own is still there. */
+  CHECK(signal(SIGPIPE, catch) == SIG_DFL && pthread_sigmask(SIG_UNBLOCK, &set, NULL) == 0 && caught == SIGPIPE);
+  CHECK(signal(SIGPIPE, SIG_DFL) == catch);
+  /* A file that may not be so long. */
+  CHECK(getrlimit(RLIMIT_FSIZE, &limit) == 0);
+  small = limit;
+  small.rlim_cur = 1000;
+  CHECK(xseg_record_start(heap, name) == XSEG_OK && setrlimit(RLIMIT_FSIZE, &small) == 0);
+  unwritten(heap, name, "File too large");
+  CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0 && unlink(name) == 0);
+}
+
 static void recordings(const char *path) {
   xseg_heap *heap = NULL, *second = NULL;
   void *early = NULL, *block = NULL, *elsewhere = NULL;
@@ -115,6 +164,7 @@ static void recordings(const char *path) {
   snprintf(other, sizeof other, "%s.other", path);
   CHECK(xseg_record_start(heap, other) == XSEG_OK);
   beside_a_pipe(heap, second, path);
+  no_signals(second, path);
   CHECK(xseg_record_stop(heap) == XSEG_OK && unlink(other) == 0);
   CHECK(xseg_free(heap, block) == XSEG_OK && xseg_free(second, elsewhere) == XSEG_OK);
   CHECK(xseg_heap_destroy(heap) == XSEG_OK && xseg_heap_destroy(second) == XSEG_OK);
