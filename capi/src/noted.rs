@@ -89,6 +89,10 @@ pub(crate) fn found(address: u64, block: Block) {
     if !note.recorded.is_some_and(record::is_current) {
         note.recorded = record::allocated(&block);
     }
+    // The recording has ended meanwhile.
+    if note.tag.is_none() && note.recorded.is_none() {
+        notes.remove(&address);
+    }
 }
 
 /// A block is going to be freed: before it is, since its address may be handed out again at once.

@@ -128,13 +128,15 @@ pub unsafe extern "C" fn xseg_record_start(handle: *mut xseg_heap, path: *const 
             let heads = writeln!(out, "# recorded by xseg {}", env!("CARGO_PKG_VERSION"))
                 .and_then(|()| writeln!(out, "# {{\"source\": \"xseg\", \"backend\": \"{backend}\"}}"));
             heads.map_err(|error| unwritten(path, &error))?;
+            noted::want(noted::RECORDINGS);
+            // The heap may have been destroyed since. One that is destroyed from here on finds what is entered now, and ends it.
+            self::heap(handle)?;
             recordings.begun += 1;
             let number = recordings.begun;
             let (heap, path) = (handle.addr(), path.to_owned());
             let (file, began) = ((found_at.dev(), found_at.ino()), Instant::now());
             recordings.now.push(Recording { heap, number, blocks: 0, began, out, path, file, failed: None });
         }
-        noted::want(noted::RECORDINGS);
         let device = crate::devices::number(handle.addr());
         for region in found.layout() {
             if region.state == RegionState::Live {

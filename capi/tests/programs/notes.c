@@ -138,6 +138,57 @@ static void no_signals(xseg_heap *heap, const char *path) {
   CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0 && unlink(name) == 0);
 }
 
+static void *record_a_dead_heap(void *given) {
+  const struct piped *piped = given;
+  CHECK(xseg_record_start(piped->heap, piped->path) == XSEG_STALE_HANDLE);
+  return NULL;
+}
+
+static _Atomic(xseg_heap *) shown;
+static _Atomic int ended;
+
+static void *record_what_is_shown(void *path) {
+  while (!ended) {
+    const xseg_status status = xseg_record_start(shown, path);
+    CHECK(status == XSEG_OK || status == XSEG_STALE_HANDLE || status == XSEG_INVALID_ARGUMENT);
+  }
+  return NULL;
+}
+
+/* A heap that is destroyed while its recording begins leaves none, nor an open file. */
+static void destroyed_meanwhile(const char *path) {
+  char name[4096];
+  xseg_heap *heap = NULL;
+  pthread_t thread;
+  struct piped piped = {NULL, name};
+  snprintf(name, sizeof name, "%s.late", path);
+  unlink(name);
+  /* The recording waits for a reader of its pipe, and has found its heap by then. */
+  CHECK(xseg_heap_from_env(&piped.heap) == XSEG_OK && mkfifo(name, 0600) == 0);
+  CHECK(pthread_create(&thread, NULL, record_a_dead_heap, &piped) == 0 && usleep(50000) == 0);
+  CHECK(xseg_heap_destroy(piped.heap) == XSEG_OK);
+  const int reader = open(name, O_RDONLY);
+  CHECK(reader >= 0 && pthread_join(thread, NULL) == 0 && close(reader) == 0 && unlink(name) == 0);
+  /* Where the two calls meet is another place each time. A recording that was left would have the file. */
+  CHECK(xseg_heap_from_env(&heap) == XSEG_OK);
+  shown = heap;
+  CHECK(pthread_create(&thread, NULL, record_what_is_shown, name) == 0);
+  for (int round = 0; round < 300; round++) {
+    xseg_heap *next = NULL;
+    void *block = NULL;
+    CHECK(xseg_heap_from_env(&next) == XSEG_OK && xseg_alloc(next, 4096, stream, &block) == XSEG_OK);
+    shown = next;
+    for (volatile int wait = 0; wait < round * 37 % 4000; wait++) {
+    }
+    CHECK(xseg_heap_destroy(heap) == XSEG_OK);
+    heap = next;
+  }
+  ended = 1;
+  CHECK(pthread_join(thread, NULL) == 0 && xseg_heap_destroy(heap) == XSEG_OK);
+  CHECK(xseg_heap_from_env(&heap) == XSEG_OK && xseg_record_start(heap, name) == XSEG_OK);
+  CHECK(xseg_heap_destroy(heap) == XSEG_OK && unlink(name) == 0);
+}
+
 static void recordings(const char *path) {
   xseg_heap *heap = NULL, *second = NULL;
   void *early = NULL, *block = NULL, *elsewhere = NULL;
@@ -173,5 +224,6 @@ static void recordings(const char *path) {
 int main(void) {
   tags();
   recordings(getenv("TRACE"));
+  destroyed_meanwhile(getenv("TRACE"));
   return wrong;
 }
