@@ -325,7 +325,7 @@ enum xseg_status xseg_begin_capture(xseg_heap *handle,
                                     xseg_stream_filter filter,
                                     void *user);
 
-// As `xseg_begin_capture`, for the `count` streams at `streams`.
+// As `xseg_begin_capture`, for the `count` streams at `streams`, of which there is one at least.
 //
 // What the caller promises:
 // `streams` is valid for reading `count` of them, which exist.

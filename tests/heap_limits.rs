@@ -11,7 +11,7 @@ use xseg::backend::host::{HostBackend, HostOptions};
 use xseg::backend::sim::SimOptions;
 use xseg::backend::timeline::Timeline;
 use xseg::units::{GIB, GRANULE, MIB, UNIT};
-use xseg::{Allocation, Error, StreamId};
+use xseg::{Allocation, Error, PoolId, StreamFilter, StreamId};
 
 #[test]
 fn an_out_of_memory_error_says_what_stands_in_the_way() {
@@ -332,4 +332,45 @@ fn a_warm_up_beyond_the_limit_is_refused() {
     let built = xseg::Heap::builder().conf("limit:64MiB,warmup:128MiB").and_then(|b| b.backend(device.clone()).build());
     assert!(matches!(built, Err(Error::OutOfMemory(_) | Error::Config(_))), "{built:?}");
     assert_eq!(device.counts(), (0, 0, 0));
+}
+
+/// A recording that is refused leaves no stream that the heap did not know, no use of its pool, and takes no segment for good.
+#[test]
+fn a_refused_capture_leaves_nothing() {
+    let lab = sim("limit:64MiB");
+    let named = |streams: std::ops::Range<u64>| StreamFilter::Streams(streams.map(StreamId).collect());
+    let knows = |stream| !matches!(lab.heap.retire_stream(StreamId(stream)), Err(Error::DeadStream { .. }));
+    drop(lab.alloc(4096, S1));
+    for number in 0..10_000 {
+        let pool = PoolId(7, number);
+        let error = lab.heap.begin_capture(pool, named(10..5010)).unwrap_err();
+        assert!(
+            matches!(&error, Error::InvalidArgument(why) if why.starts_with("these are 5000 streams more than the 1 "))
+        );
+        assert_eq!((lab.heap.capture_uses(pool), lab.heap.stats().capture_pools), (0, 0));
+    }
+    drop(lab.alloc(4096, S2));
+    // One that was retired, after those that are new.
+    lab.heap.retire_stream(S2).unwrap();
+    let retired = StreamFilter::Streams(vec![StreamId(10), StreamId(11), S2]);
+    assert!(matches!(lab.heap.begin_capture(PoolId(1, 1), retired), Err(Error::DeadStream { stream: 2, .. })));
+    // A pool that is recorded to, and a filter that takes nothing.
+    lab.heap.begin_pool(PoolId(1, 1), named(1..2)).unwrap();
+    for refused in [named(12..14), named(0..0)] {
+        assert!(matches!(lab.heap.begin_capture(PoolId(1, 1), refused), Err(Error::InvalidArgument(_))));
+    }
+    assert!(matches!(lab.heap.begin_pool(PoolId(1, 2), named(0..0)), Err(Error::InvalidArgument(_))));
+    assert!((10..14).all(|stream| !knows(stream)));
+    assert_eq!((lab.heap.capture_uses(PoolId(1, 1)), lab.heap.capture_uses(PoolId(1, 2))), (1, 0));
+    lab.heap.end_capture(PoolId(1, 1)).unwrap();
+    lab.heap.release_capture(PoolId(1, 1)).unwrap();
+    // All that there is room for can still be had: of 4096 segments the first stream and the pool have three, and the retired one's is free.
+    assert!(lab.heap.begin_pool(PoolId(1, 1), named(10..4104)).is_err());
+    lab.heap.begin_pool(PoolId(1, 1), named(10..4103)).unwrap();
+    assert_eq!(lab.alloc(4096, StreamId(4102)).len(), 4096);
+    assert!(matches!(lab.heap.alloc(4096, StreamId(4103)), Err(Error::DeadStream { .. })));
+    drop(lab.alloc(4096, S1));
+    lab.heap.end_capture(PoolId(1, 1)).unwrap();
+    lab.heap.release_capture(PoolId(1, 1)).unwrap();
+    lab.check();
 }

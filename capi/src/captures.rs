@@ -54,7 +54,7 @@ pub unsafe extern "C" fn xseg_begin_capture(
     })
 }
 
-/// As `xseg_begin_capture`, for the `count` streams at `streams`.
+/// As `xseg_begin_capture`, for the `count` streams at `streams`, of which there is one at least.
 ///
 /// # Safety
 /// `streams` is valid for reading `count` of them, which exist.

@@ -152,7 +152,8 @@ impl Heap {
         self.ours()?.unpin(address, bytes).map_err(raise)
     }
 
-    /// Allocations of `streams` (None: of all) come from the capture pool `pool`, a pair of numbers, until `end_capture`.
+    /// Allocations of `streams` (None: of all; an empty list is an Error) come from the capture pool `pool`, a pair of numbers, until
+    /// `end_capture`.
     #[pyo3(signature = (pool, streams=None))]
     fn begin_capture(
         &self,

@@ -274,3 +274,16 @@ def test_blocks_of_a_plan_are_counted(tmp_path: Path) -> None:
     assert (heap.stats()["planned"], heap.stats()["planned_elsewhere"]) == (4, 0)
     assert heap.stats()["plan_state"] == 3
     del blocks
+
+
+def test_a_refused_capture_leaves_the_heap_as_it_was(heap: xseg.Heap) -> None:
+    with pytest.raises(xseg.Error, match="these are 5000 streams more than the 0 that are known"):
+        heap.begin_capture((9, 9), list(range(1, 5001)))
+    with pytest.raises(xseg.Error, match="the filter names no stream"):
+        heap.begin_capture((9, 9), [])
+    assert heap.stats()["capture_pools"] == 0
+    with heap.alloc(5), heap.alloc(5, stream=4095):
+        heap.begin_capture((9, 9), [0, 7])
+        heap.end_capture((9, 9))
+        heap.release_capture((9, 9))
+    heap.check()

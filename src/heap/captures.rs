@@ -22,7 +22,7 @@ impl fmt::Display for PoolId {
 pub enum StreamFilter {
     /// Every stream's.
     All,
-    /// These streams'.
+    /// These streams', of which there is one at least.
     Streams(Vec<StreamId>),
     /// Those for which the function says so: it is asked at every allocation while the recording is open, on
     /// the allocating thread and without any lock held, and must not call the heap.
@@ -68,8 +68,9 @@ impl Heap {
     /// `remap:quiesce`. A heap that is shut down meanwhile waits for the device, which invalidates the capture.
     ///
     /// # Errors
-    /// [`crate::Error::InvalidArgument`] while allocations go to this pool already or there are too many,
-    /// [`crate::Error::DeadStream`] for a stream of the filter.
+    /// [`crate::Error::InvalidArgument`] while allocations go to this pool already, for a filter of no streams, and where there are too
+    /// many pools or streams; [`crate::Error::DeadStream`] for a stream of the filter. Nothing is left of the call then: neither a use
+    /// of the pool nor a stream that the heap did not know.
     pub fn begin_capture(&self, pool: PoolId, filter: StreamFilter) -> Result<()> {
         self.inner.ours()?.begin_capture(pool, filter, true)
     }

@@ -198,10 +198,14 @@ impl Inner {
 
     /// Opens a recording into a pool, which comes into being with its first use.
     pub(crate) fn begin_capture(&self, id: PoolId, filter: StreamFilter, capture: bool) -> Result<()> {
-        let mut slots = Vec::new();
+        let mut named = Vec::new();
         if let StreamFilter::Streams(streams) = &filter {
+            if streams.is_empty() {
+                let why = "the filter names no stream, so that nothing would come from the pool";
+                return Err(Error::InvalidArgument(why.into()));
+            }
             for stream in streams {
-                slots.push(self.streams.get(self.driver.backend().stream_key(*stream)?, *stream)?.slot);
+                named.push((self.driver.backend().stream_key(*stream)?, *stream));
             }
         }
         let _before;
@@ -218,6 +222,13 @@ impl Inner {
             if self.quiesce { self.quiesce_device(&mut slow)? } else { self.close_epoch() }
         }
         let segments = self.add_use(id)?;
+        let slots = match self.streams.get_all(&named) {
+            Ok(streams) => streams.iter().map(|stream| stream.slot).collect(),
+            Err(error) => {
+                self.end_use(&mut slow, id)?;
+                return Err(error);
+            }
+        };
         recordings.push(Recording { id, segments, filter, slots, capture });
         _before = self.pools.set_recordings(recordings);
         Ok(())
@@ -251,7 +262,10 @@ impl Inner {
 
     /// Ends one use of a pool; the last one gives it up.
     pub(crate) fn release_capture(&self, id: PoolId) -> Result<()> {
-        let mut slow = self.slow.lock();
+        self.end_use(&mut self.slow.lock(), id)
+    }
+
+    fn end_use(&self, slow: &mut Slow, id: PoolId) -> Result<()> {
         {
             let mut state = self.pools.state.lock();
             let pool = state.pools.iter_mut().find(|pool| pool.id == id && pool.uses > 0).ok_or(unknown(id))?;
@@ -261,7 +275,7 @@ impl Inner {
             }
         }
         self.pools.to_clear.store(true, Relaxed);
-        self.clear_pools(&mut slow);
+        self.clear_pools(slow);
         Ok(())
     }
 
@@ -277,7 +291,7 @@ impl Inner {
             pool.uses += 1;
             return Ok(pool.segments);
         }
-        let fresh = || Some(Pair { large: self.streams.take_segment()?, small: self.streams.take_segment()? });
+        let fresh = || self.streams.take_segments().map(|[large, small]| Pair { large, small });
         let Some(segments) = state.spare.pop().or_else(fresh) else {
             return Err(Error::InvalidArgument("too many capture pools and streams; release some".into()));
         };

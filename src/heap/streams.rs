@@ -43,6 +43,17 @@ impl State {
         self.next_small = Some((self.next_small + 1).max(FIRST_POOL)).filter(|next| *next < SEGMENTS)?;
         Some(self.next_small)
     }
+
+    /// Segments that nobody had yet.
+    fn fresh_segments(&self) -> usize {
+        usize::from(SEGMENTS - (self.next_small + 1).max(FIRST_POOL))
+    }
+
+    /// Streams that can be entered.
+    fn room(&self) -> usize {
+        let slots = self.free_slots.len() + usize::from(SLOTS - self.next_slot);
+        slots.min(self.orphans.len() + self.fresh_segments())
+    }
 }
 
 /// See the module's text. Any thread may call.
@@ -131,9 +142,35 @@ impl Streams {
         }
     }
 
+    /// The streams of these identities: those that are new are all entered, or, after an error, none is.
+    pub(crate) fn get_all(&self, wanted: &[(u64, StreamId)]) -> Result<Vec<Stream>> {
+        let mut state = self.state.lock();
+        let mut new = Vec::new();
+        for (key, id) in wanted {
+            match self.known.get(*key) {
+                0 => new.push(*key),
+                RETIRED => return Err(dead(*id, "it was retired")),
+                _ => {}
+            }
+        }
+        new.sort_unstable();
+        new.dedup();
+        if new.len() > state.room() {
+            let (more, known, room) = (new.len(), state.entries.len(), state.room());
+            return Err(Error::InvalidArgument(format!(
+                "these are {more} streams more than the {known} that are known, and there is room for {room}; name fewer, or retire \
+                 those that were destroyed"
+            )));
+        }
+        wanted.iter().map(|(key, id)| self.enter_in(&mut state, *key, *id)).collect()
+    }
+
     #[cold]
     fn enter(&self, key: u64, id: StreamId) -> Result<Stream> {
-        let mut state = self.state.lock();
+        self.enter_in(&mut self.state.lock(), key, id)
+    }
+
+    fn enter_in(&self, state: &mut State, key: u64, id: StreamId) -> Result<Stream> {
         let at = match state.entries.binary_search_by_key(&key, |entry| entry.0) {
             // Another thread was faster.
             Ok(at) => return Ok(state.entries[at].1),
@@ -158,7 +195,7 @@ impl Streams {
         };
         let stream = Stream { id, slot, small, waited: 0 };
         state.entries.insert(at, (key, stream));
-        self.publish(&state, key, word(&stream));
+        self.publish(state, key, word(&stream));
         Ok(stream)
     }
 
@@ -171,9 +208,14 @@ impl Streams {
         Some(stream)
     }
 
-    /// A segment that no stream has, for a capture pool.
-    pub(crate) fn take_segment(&self) -> Option<u16> {
-        self.state.lock().fresh_segment()
+    /// Two segments that no stream has, for a capture pool.
+    pub(crate) fn take_segments(&self) -> Option<[u16; 2]> {
+        let mut state = self.state.lock();
+        // Not one of them in vain.
+        if state.fresh_segments() < 2 {
+            return None;
+        }
+        Some([state.fresh_segment()?, state.fresh_segment()?])
     }
 
     /// Lets the slot and small segment of a retired stream be used by a new one. Nothing may carry the
