@@ -236,15 +236,21 @@ fn the_systems_limit_on_mappings_is_an_error_of_its_own() {
 #[test]
 fn what_no_block_can_hold_is_out_of_memory_under_a_limit() {
     let lab = sim("limit:64MiB");
-    for bytes in [1 << 40, 1 << 41, (1 << 41) + 1, 1 << 45, u64::MAX] {
+    let sizes = [1 << 40, 1 << 41, (1 << 41) + 1, 1 << 45, 1 << 63, u64::MAX - GRANULE + 1, u64::MAX];
+    for bytes in sizes {
         let fields = out_of_memory(lab.heap.alloc(bytes, S1));
         assert_eq!((fields.requested, fields.limit), (bytes, 64 * MIB));
+        // In whole granules, as far as there are any.
+        let fields = out_of_memory(lab.heap.alloc_contiguous(bytes, S1));
+        assert_eq!(fields.requested, bytes.checked_next_multiple_of(GRANULE).unwrap_or(bytes));
     }
-    assert_eq!(lab.heap.stats().ooms, 5);
-    for bytes in [(1 << 41) - 511, 1 << 41, 1 << 45] {
-        let error = sim("").heap.alloc(bytes, S1).unwrap_err();
-        assert!(matches!(error, Error::AddressSpace { .. }), "{error:?}");
-        assert!(error.to_string().ends_with("one has less than 2 TiB"), "{error}");
+    assert_eq!(lab.heap.stats().ooms, 2 * 7);
+    for bytes in [(1 << 41) - 511, 1 << 41, 1 << 45, 1 << 63, u64::MAX] {
+        let heap = sim("").heap;
+        for error in [heap.alloc(bytes, S1).unwrap_err(), heap.alloc_contiguous(bytes, S1).unwrap_err()] {
+            assert!(matches!(error, Error::AddressSpace { .. }), "{error:?}");
+            assert!(error.to_string().ends_with("one has less than 2 TiB"), "{error}");
+        }
     }
     lab.ends_with(0);
 }

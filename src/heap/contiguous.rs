@@ -14,9 +14,10 @@ use crate::units::GRANULE;
 impl Inner {
     /// Allocates a block that is exactly one handle.
     pub(crate) fn alloc_contiguous(&self, bytes: u64, stream: StreamId) -> Result<Block> {
-        let full = Error::AddressSpace { requested: bytes, reserved: self.space.bytes() };
-        let whole = bytes.max(1).checked_next_multiple_of(GRANULE).ok_or(full)?;
-        let mut wanted = self.wanted(whole, GRANULE, stream)?;
+        let whole = bytes.max(1).checked_next_multiple_of(GRANULE);
+        // What has no such length is refused by its own, as longer than any block.
+        let mut wanted = self.wanted(whole.unwrap_or(bytes), GRANULE, stream)?;
+        let whole = whole.unwrap_or(bytes);
         (wanted.bytes, wanted.contiguous) = (bytes, (whole / GRANULE) as u32);
         self.alloc_slow(&wanted)
     }
@@ -39,6 +40,10 @@ impl Inner {
         }
         let mut placement = contiguous::addresses(&mut segment, granules, claim);
         if placement.is_none() {
+            // No addresses for what the limit has no memory for.
+            if wanted.bytes > cap {
+                return Ok(Found::Nothing);
+            }
             drop(segment);
             self.add_addresses(wanted)?;
             segment = self.segment(wanted.segment);
