@@ -8,7 +8,7 @@ use std::process::Command;
 use std::sync::Arc;
 use xseg::backend::host::{HostBackend, HostOptions};
 use xseg::units::MIB;
-use xseg::{Allocation, Heap, StreamId};
+use xseg::{Allocation, Error, Heap, StreamId};
 
 const MARK: &str = "XSEG_FEW_DESCRIPTORS";
 
@@ -47,4 +47,27 @@ fn with_few_descriptors() {
         assert_eq!(heap.export_handles(few.address()).unwrap().len(), 100);
     }
     assert_eq!(open(), before);
+}
+
+/// Addresses that the process may not have: how many were wanted, and what is in the way.
+#[test]
+fn a_limit_of_addresses_is_named() {
+    const MARK: &str = "XSEG_FEW_ADDRESSES";
+    if std::env::var_os(MARK).is_none() {
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "a_limit_of_addresses_is_named", "--nocapture", "--test-threads=1"])
+            .env(MARK, "1")
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("1 passed"), "{text}");
+        return;
+    }
+    setrlimit(Resource::As, Rlimit { current: Some(1 << 30), maximum: None }).unwrap();
+    let error = Heap::builder().conf("backend:host,reserve:64MiB,limit:64MiB").unwrap().build().unwrap_err();
+    assert!(matches!(error, Error::Driver(_)), "{error}");
+    let text = error.to_string();
+    for part in ["2.000 GiB of addresses were asked for", "this process may have 1.000 GiB (`ulimit -v`)"] {
+        assert!(text.contains(part), "{text}");
+    }
 }

@@ -4,6 +4,7 @@
 use super::Heap;
 use super::export::number;
 use super::inner::{Inner, Slow};
+use super::space::no_addresses;
 use crate::backend::{BackendKind, PhysicalAllocation};
 use crate::error::{DriverError, Error, Result, ShareFault};
 use crate::share::{Offer, Patience, Piece, Tie, take_over};
@@ -115,7 +116,7 @@ impl Inner {
         {
             let mut slow = self.slow.lock();
             self.housekeep(&mut slow);
-            let base = self.driver.reserve(offer.mapped)?;
+            let base = self.driver.reserve(offer.mapped).map_err(|error| no_addresses(error, offer.mapped))?;
             import.range = Some((base, offer.mapped));
             import.address = base + offer.offset;
         }

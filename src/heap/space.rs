@@ -6,10 +6,11 @@
 #![forbid(unsafe_code)]
 
 use crate::backend::driver::Driver;
-use crate::error::{Error, Result};
+use crate::error::{DriverError, Error, Result};
 use crate::lookup::BlockTable;
-use crate::units::{GIB, MIB, UNIT};
+use crate::units::{GIB, MIB, UNIT, human};
 use parking_lot::Mutex;
+use rustix::process::{Resource, getrlimit};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU16, AtomicU32, Ordering::Relaxed};
 
@@ -94,6 +95,23 @@ impl Located<'_> {
     }
 }
 
+/// The refusal of a reservation that cannot be smaller: what was asked for, and what may be in the way.
+pub(super) fn no_addresses(error: DriverError, bytes: u64) -> DriverError {
+    let limit = getrlimit(Resource::As).current;
+    let limit = limit.map(|limit| format!(", of which this process may have {} (`ulimit -v`)", human(limit)));
+    let (reason, limit) = (&error.reason, limit.unwrap_or_default());
+    let reason = format!("{reason}; {} of addresses were asked for, the least that will do{limit}", human(bytes));
+    DriverError { reason, ..error }
+}
+
+fn reserve_with_table(driver: &Driver, bytes: u64) -> Result<(u64, BlockTable), DriverError> {
+    let address = driver.reserve(bytes)?;
+    match BlockTable::new(bytes) {
+        Ok(table) => Ok((address, table)),
+        Err(error) => driver.unreserve(address, bytes).and(Err(error)),
+    }
+}
+
 /// Slots of the newest reservation that are not handed out: `low..high`.
 #[derive(Debug, Default)]
 struct Spare {
@@ -141,9 +159,9 @@ impl Space {
             return Err(full);
         }
         let mut bytes = bytes.checked_next_multiple_of(SLOT).unwrap_or(room).clamp(least, room);
-        let address = loop {
-            match driver.reserve(bytes) {
-                Ok(address) => break address,
+        let (address, table) = loop {
+            match reserve_with_table(driver, bytes) {
+                Ok(both) => break both,
                 Err(error) => {
                     self.notes.lock().push(format!(
                         "a reservation of {} GiB was refused: {}",
@@ -151,17 +169,10 @@ impl Space {
                         error.reason
                     ));
                     if bytes == least {
-                        return Err(error.into());
+                        return Err(no_addresses(error, bytes).into());
                     }
                     bytes = (bytes / 2).next_multiple_of(SLOT).max(least);
                 }
-            }
-        };
-        let table = match BlockTable::new(bytes) {
-            Ok(table) => table,
-            Err(error) => {
-                driver.unreserve(address, bytes)?;
-                return Err(error.into());
             }
         };
         let slots = bytes / SLOT;
