@@ -78,23 +78,31 @@ pub struct DriverError {
     /// `(used, budget)` where the number of memory mappings of the process stood in the way; the heap
     /// turns it into [`Error::MappingLimit`].
     pub mapping_limit: Option<(u64, u64)>,
+    /// A descriptor that came for an import is not of memory that the backend shares; the heap turns it into
+    /// [`ShareFault::Malformed`].
+    pub foreign: bool,
 }
 
 impl DriverError {
     /// A failure other than lack of memory.
     pub fn new(call: DriverCall, reason: impl Into<String>) -> Self {
-        Self { call, reason: reason.into(), out_of_memory: false, mapping_limit: None }
+        Self { call, reason: reason.into(), out_of_memory: false, mapping_limit: None, foreign: false }
     }
 
     /// A failure for lack of device memory.
     pub fn out_of_memory(call: DriverCall, reason: impl Into<String>) -> Self {
-        Self { call, reason: reason.into(), out_of_memory: true, mapping_limit: None }
+        Self { out_of_memory: true, ..Self::new(call, reason) }
     }
 
     /// A failure because the process may not have more memory mappings: `used` of `budget` are in use.
     pub fn mapping_limit(call: DriverCall, used: u64, budget: u64) -> Self {
         let reason = format!("{used} of {budget} memory mappings are in use (vm.max_map_count)");
-        Self { call, reason, out_of_memory: false, mapping_limit: Some((used, budget)) }
+        Self { mapping_limit: Some((used, budget)), ..Self::new(call, reason) }
+    }
+
+    /// A failure because what came for an import is no memory that is shared.
+    pub fn foreign(call: DriverCall, reason: impl Into<String>) -> Self {
+        Self { foreign: true, ..Self::new(call, reason) }
     }
 }
 
@@ -322,6 +330,7 @@ impl From<DriverError> for Error {
     fn from(error: DriverError) -> Self {
         match error.mapping_limit {
             Some((used, budget)) => Self::MappingLimit { used, budget },
+            None if error.foreign => ShareFault::Malformed(error.reason).into(),
             None => Self::Driver(error),
         }
     }

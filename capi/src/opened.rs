@@ -125,7 +125,13 @@ fn import(heap: &Heap, ticket: &Ticket) -> Result<Found, Failure> {
     let stream = connected(&ticket.socket).map_err(|error| match error {
         Errno::CONNREFUSED | Errno::NOENT => gone(),
         Errno::AGAIN => failure(ShareFault::Silent(PATIENCE).to_string()),
-        error => failure(format!("process {process}, which has the memory, cannot be reached: {error}")),
+        error => {
+            let why = format!("process {process}, which has the memory, cannot be reached: {error}");
+            match error {
+                Errno::MFILE | Errno::NFILE => failure(ShareFault::NoDescriptor(why).to_string()),
+                _ => failure(why),
+            }
+        }
     })?;
     if !is_ours(&stream) {
         return Err(failure(format!("process {process}, which has the memory, is of another user")));

@@ -20,6 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 use xseg::Heap;
+use xseg::error::ShareFault;
 
 /// How long an importer that has connected may take to say what it wants; others wait meanwhile.
 const IMPATIENCE: Duration = Duration::from_secs(1);
@@ -134,7 +135,13 @@ fn socket() -> Result<String, Failure> {
         return Ok(name.clone());
     }
     let name = format!("xseg-{}-{:016x}", getpid().as_raw_pid(), u64::from_ne_bytes(random()?));
-    let no_socket = |error| failure(format!("there is no socket for tickets: {error}"));
+    let no_socket = |error: std::io::Error| {
+        let why = format!("there is no socket for tickets: {error}");
+        match error.raw_os_error() {
+            Some(libc::EMFILE | libc::ENFILE) => failure(ShareFault::NoDescriptor(why).to_string()),
+            _ => failure(why),
+        }
+    };
     let address = SocketAddr::from_abstract_name(&name).map_err(no_socket)?;
     let listener = UnixListener::bind_addr(&address).map_err(no_socket)?;
     LISTENER.store(listener.as_raw_fd(), Relaxed);

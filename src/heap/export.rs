@@ -216,7 +216,7 @@ impl Inner {
             len: size - u64::from(slack),
         };
         let few = behind.len() <= FIRST;
-        let first = behind.iter().filter(|_| few).map(|one| self.piece(one)).collect::<Result<Vec<_>, _>>()?;
+        let first = behind.iter().filter(|_| few).map(|one| self.piece(one)).collect::<Result<Vec<_>>>()?;
         let queued = lease.offer(&offer, &first)?;
         let rest = if few && queued { Vec::new() } else { behind };
         if !rest.is_empty() {
@@ -225,8 +225,10 @@ impl Inner {
         Ok(Export(export))
     }
 
-    fn piece(&self, one: &Behind) -> Result<(Piece, OwnedFd), DriverError> {
-        let (fd, start) = self.driver.export(one.token)?;
+    fn piece(&self, one: &Behind) -> Result<(Piece, OwnedFd)> {
+        let (fd, start) = self.driver.export(one.token).map_err(|error| {
+            share::no_descriptor("no descriptor of the memory can be made").map_or_else(|| error.into(), Error::from)
+        })?;
         Ok((Piece { start, bytes: u64::from(one.granules) * GRANULE }, fd))
     }
 
@@ -292,13 +294,16 @@ fn serve(heap: Weak<Inner>, server: Server, rest: Vec<Behind>) -> Result<(), Sha
                 return;
             }
             let Some(heap) = heap.upgrade() else { return };
-            let pieces = batch.iter().map(|one| heap.piece(one)).collect::<Result<Vec<_>, _>>();
+            let pieces = batch.iter().map(|one| heap.piece(one)).collect::<Result<Vec<_>>>();
             // Its end has released the handles, and hangs up by itself.
             if heap.shut.load(Relaxed) {
                 return;
             }
             drop(heap);
-            let queued = pieces.map_err(|error| error.to_string());
+            let queued = pieces.map_err(|error| match error {
+                Error::Share(fault) => fault.to_string(),
+                error => error.to_string(),
+            });
             let queued = queued.and_then(|pieces| server.queue(&pieces).map_err(|error| error.to_string()));
             if let Err(why) = queued {
                 return server.refuse(&why);

@@ -17,7 +17,7 @@ mod tie;
 
 pub(crate) use lease::{Lease, Server, hung_up};
 pub(crate) use message::{BATCH, FIRST, Offer, Piece};
-pub(crate) use socket::{Patience, pass_on, take_over};
+pub(crate) use socket::{Patience, no_descriptor, pass_on, take_over};
 pub(crate) use tie::Tie;
 
 use crate::error::ShareFault;

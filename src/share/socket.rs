@@ -2,7 +2,7 @@
 
 use super::message::{BATCH, malformed};
 use crate::error::ShareFault;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::{Errno, IoSlice, IoSliceMut, retry_on_intr};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -31,6 +31,15 @@ pub(super) fn system(what: &str, error: Errno) -> ShareFault {
     match error {
         Errno::MFILE | Errno::NFILE | Errno::TOOMANYREFS => ShareFault::NoDescriptor(what),
         _ => ShareFault::System(what),
+    }
+}
+
+/// Why something that needed a descriptor was refused, where that is so because this process may have no more of them: drivers say
+/// it in words of their own, or not at all.
+pub(crate) fn no_descriptor(what: &str) -> Option<ShareFault> {
+    match eventfd(0, EventfdFlags::CLOEXEC) {
+        Err(error @ (Errno::MFILE | Errno::NFILE)) => Some(system(what, error)),
+        _ => None,
     }
 }
 

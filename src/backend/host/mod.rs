@@ -49,7 +49,6 @@ use access::Refused;
 use memmap2::{Mmap, MmapOptions};
 use parking_lot::{Mutex, RwLock};
 use physical::Physical;
-use rustix::io::Errno;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::os::unix::fs::FileExt;
@@ -142,7 +141,8 @@ impl HostBackend {
         let physical = Physical::new(total.unwrap_or(DEFAULT_TOTAL)).map_err(|error| Error::Unavailable {
             backend: BackendKind::Host.name(),
             why: format!(
-                "the system gives no memfd ({error}); it needs Linux, and room for the file size (`ulimit -f`)"
+                "the system gives no memfd ({error}); it needs Linux, a descriptor (`ulimit -n`), and room for the file size \
+                 (`ulimit -f`)"
             ),
         })?;
         let mut notes = Vec::new();

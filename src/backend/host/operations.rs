@@ -3,6 +3,7 @@
 
 use super::*;
 use parking_lot::{MutexGuard, RwLockReadGuard};
+use rustix::io::Errno;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 /// Both locks of a memory operation, and what it needs of the backend.
@@ -264,14 +265,18 @@ impl Backend for HostBackend {
         let refused = |why: String| DriverError::new(DriverCall::Other, why);
         let space = self.space.lock();
         let run = space.physical.get(handle.0).map_err(refused)?;
-        let file = space.physical.file_of(run.file).try_clone().map_err(|error| refused(error.to_string()))?;
+        let file = space.physical.file_of(run.file).try_clone().map_err(|error| {
+            let few = matches!(Errno::from_io_error(&error), Some(Errno::MFILE | Errno::NFILE));
+            let advice = if few { "; raise the limit of open files (`ulimit -n`)" } else { "" };
+            refused(format!("{error}{advice}"))
+        })?;
         Ok((file.into(), run.offset))
     }
 
     fn import(&self, fd: BorrowedFd<'_>, start: u64, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
         whole(DriverCall::Other, bytes)?;
         let imported = self.space.lock().physical.import(fd, start, bytes);
-        imported.map(PhysicalAllocation).map_err(|why| DriverError::new(DriverCall::Other, why))
+        imported.map(PhysicalAllocation).map_err(|why| DriverError::foreign(DriverCall::Other, why))
     }
 
     unsafe fn release_shared(&self, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
