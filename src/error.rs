@@ -297,6 +297,9 @@ pub enum ShareFault {
     /// The other process said nothing for so long.
     #[error("nothing came from the other process for {} s; is it stopped?", .0.as_secs())]
     Silent(Duration),
+    /// Who waited did not want to go on.
+    #[error("the wait for the other process was interrupted; export the block again")]
+    Interrupted,
     /// The exporter could not go on, and why.
     #[error("the exporter could not go on: {0}")]
     Refused(String),

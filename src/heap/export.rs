@@ -6,7 +6,7 @@ use crate::backend::{BackendKind, ExportedHandle, PhysicalAllocation};
 use crate::error::{DriverCall, DriverError, Error, Result, ShareFault};
 use crate::physical::HandleId;
 use crate::segment::nodes::Kind;
-use crate::share::{self, BATCH, FIRST, Lease, Offer, Piece, Server};
+use crate::share::{self, BATCH, FIRST, Lease, Offer, Patience, Piece, Server};
 use crate::units::{GRANULE, UNIT, UNITS_PER_GRANULE, granule_ceil, granule_floor};
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
@@ -89,7 +89,15 @@ impl Export {
     /// # Errors
     /// [`Error::Share`]; the export has ended then.
     pub fn send(self, socket: impl AsFd) -> Result<()> {
-        Ok(share::pass_on(socket.as_fd(), self.0.as_fd())?)
+        Ok(share::pass_on(socket.as_fd(), self.0.as_fd(), Patience::default())?)
+    }
+
+    /// As [`Self::send`]; while it waits, `go_on` is asked again and again whether it is to.
+    ///
+    /// # Errors
+    /// As there, and [`ShareFault::Interrupted`].
+    pub fn send_while(self, socket: impl AsFd, go_on: impl FnMut() -> bool + Send + 'static) -> Result<()> {
+        Ok(share::pass_on(socket.as_fd(), self.0.as_fd(), Patience::asking(Box::new(go_on)))?)
     }
 }
 

@@ -372,6 +372,18 @@ impl Heap {
         self.import_with(export.into(), Patience::default())
     }
 
+    /// As [`Heap::import`]; while it waits, `go_on` is asked again and again whether it is to.
+    ///
+    /// # Errors
+    /// As there, and [`ShareFault::Interrupted`]: the export is used up then, too.
+    pub fn import_while(
+        &self,
+        export: impl Into<OwnedFd>,
+        go_on: impl FnMut() -> bool + Send + 'static,
+    ) -> Result<Imported> {
+        self.import_with(export.into(), Patience::asking(Box::new(go_on)))
+    }
+
     fn import_with(&self, export: OwnedFd, patience: Patience) -> Result<Imported> {
         let found = self.inner.ours()?.import(export, patience)?;
         Ok(Imported { heap: self.clone(), found, owned: true })
@@ -393,6 +405,14 @@ impl Heap {
     /// As [`Heap::import`].
     pub fn receive_within(&self, socket: impl AsFd, limit: Duration) -> Result<Imported> {
         self.receive_with(socket.as_fd(), Patience::new(limit))
+    }
+
+    /// As [`Heap::receive`]; while it waits, `go_on` is asked again and again whether it is to.
+    ///
+    /// # Errors
+    /// As [`Heap::import`], and [`ShareFault::Interrupted`]. Before anything came the socket is as it was.
+    pub fn receive_while(&self, socket: impl AsFd, go_on: impl FnMut() -> bool + Send + 'static) -> Result<Imported> {
+        self.receive_with(socket.as_fd(), Patience::asking(Box::new(go_on)))
     }
 
     fn receive_with(&self, socket: BorrowedFd<'_>, mut patience: Patience) -> Result<Imported> {

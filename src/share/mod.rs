@@ -31,3 +31,5 @@ pub(crate) fn pair() -> Result<(Lease, OwnedFd), ShareFault> {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod wait_tests;

@@ -8,6 +8,7 @@ use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recv, recvmsg, sendmsg, socketpair,
 };
+use std::fmt;
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -43,35 +44,60 @@ pub(crate) fn no_descriptor(what: &str) -> Option<ShareFault> {
     }
 }
 
+/// Asked now and then by who waits: is it waited for still?
+pub(crate) type GoOn = Box<dyn FnMut() -> bool + Send>;
+/// Time between two such questions.
+const SLICE: Duration = Duration::from_millis(50);
+
 /// What is left of the longest wait. Only waiting counts: what this side does meanwhile may take its time.
-#[derive(Debug)]
 pub(crate) struct Patience {
     all: Duration,
     left: Duration,
+    go_on: Option<GoOn>,
+}
+
+impl fmt::Debug for Patience {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Patience").field("left", &self.left).finish_non_exhaustive()
+    }
 }
 
 impl Patience {
     /// For waits of `all` together.
     pub(crate) const fn new(all: Duration) -> Self {
-        Self { all, left: all }
+        Self { all, left: all, go_on: None }
+    }
+
+    /// As the default, for as long as `go_on` says.
+    pub(crate) fn asking(go_on: GoOn) -> Self {
+        Self { go_on: Some(go_on), ..Self::default() }
+    }
+
+    fn goes_on(&mut self) -> bool {
+        self.go_on.as_mut().is_none_or(|go_on| go_on())
     }
 
     /// Waits for one of `events` or a hang-up.
     pub(super) fn ready(&mut self, socket: BorrowedFd<'_>, events: PollFlags) -> Result<(), ShareFault> {
-        let start = Instant::now();
-        let found = ready(socket, events, Some(self.left));
-        self.left = self.left.saturating_sub(start.elapsed());
-        match found {
-            Ok(found) if found.is_empty() => Err(ShareFault::Silent(self.all)),
-            Ok(_) => Ok(()),
-            Err(error) => Err(system("the socket cannot be waited for", error)),
+        loop {
+            let start = Instant::now();
+            let slice = if self.go_on.is_some() { self.left.min(SLICE) } else { self.left };
+            let found = ready(socket, events, Some(slice));
+            self.left = self.left.saturating_sub(start.elapsed());
+            match found {
+                Ok(found) if !found.is_empty() => return Ok(()),
+                Ok(_) if self.left.is_zero() => return Err(ShareFault::Silent(self.all)),
+                Ok(_) if self.goes_on() => {}
+                Ok(_) => return Err(ShareFault::Interrupted),
+                Err(error) => return Err(system("the socket cannot be waited for", error)),
+            }
         }
     }
 
     /// Waits a moment for what cannot be polled for. False: there was enough waiting.
     fn pause(&mut self) -> bool {
         const MOMENT: Duration = Duration::from_millis(1);
-        let more = !self.left.is_zero();
+        let more = !self.left.is_zero() && self.goes_on();
         if more {
             std::thread::sleep(MOMENT);
             self.left = self.left.saturating_sub(MOMENT);
@@ -176,13 +202,21 @@ pub(super) fn ready(socket: BorrowedFd<'_>, events: PollFlags, limit: Option<Dur
     }
 }
 
+fn unconnected(what: &str) -> ShareFault {
+    ShareFault::System(format!("{what}: it is not connected; connect it, or accept a connection where it listens"))
+}
+
 /// Sends the descriptor of an export over a socket of the caller's.
-pub(crate) fn pass_on(socket: BorrowedFd<'_>, export: BorrowedFd<'_>) -> Result<(), ShareFault> {
-    let mut patience = Patience::default();
+pub(crate) fn pass_on(
+    socket: BorrowedFd<'_>,
+    export: BorrowedFd<'_>,
+    mut patience: Patience,
+) -> Result<(), ShareFault> {
     loop {
         match send_in_turn(socket, &MARK, &[export], &mut patience) {
             Ok(()) => return Ok(()),
-            Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => return Err(ShareFault::Ended),
+            Err(Errno::PIPE | Errno::CONNRESET) => return Err(ShareFault::Ended),
+            Err(Errno::NOTCONN) => return Err(unconnected("the export cannot be sent over this socket")),
             Err(Errno::AGAIN) => patience.ready(socket, PollFlags::OUT)?,
             Err(error) => return Err(system("the export cannot be sent over this socket", error)),
         }
@@ -206,7 +240,11 @@ pub(crate) fn take_over(socket: BorrowedFd<'_>, patience: &mut Patience) -> Resu
                     return Err(malformed("something else than an export came"));
                 }
             }
-            Err(Errno::CONNRESET | Errno::NOTCONN) => return Err(ShareFault::Ended),
+            Err(Errno::CONNRESET) => return Err(ShareFault::Ended),
+            // Streams say the latter.
+            Err(Errno::NOTCONN | Errno::INVAL) => {
+                return Err(unconnected("no export can be received from this socket"));
+            }
             Err(Errno::AGAIN) => patience.ready(socket, PollFlags::IN)?,
             Err(error) => return Err(system("no export can be received from this socket", error)),
         }

@@ -11,13 +11,13 @@ use std::time::Duration;
 
 const NOW: Duration = Duration::ZERO;
 
-fn offer(handles: u32) -> Offer {
+pub(super) fn offer(handles: u32) -> Offer {
     let mapped = u64::from(handles) * GRANULE;
     Offer { backend: 2, device: [7; 16], handles, mapped, offset: 512, size: mapped - 1024, len: mapped - 2000 }
 }
 
 /// A file of its own, so that it is known again by its inode.
-fn memory() -> OwnedFd {
+pub(super) fn memory() -> OwnedFd {
     memfd_create("test", MemfdFlags::CLOEXEC).unwrap()
 }
 
@@ -25,7 +25,7 @@ fn pieces(count: usize) -> Vec<(Piece, OwnedFd)> {
     (0..count).map(|at| (Piece { start: at as u64 * GRANULE, bytes: GRANULE }, memory())).collect()
 }
 
-fn inode(fd: impl AsFd) -> u64 {
+pub(super) fn inode(fd: impl AsFd) -> u64 {
     fstat(fd).unwrap().st_ino
 }
 
@@ -257,7 +257,7 @@ fn what_an_importer_says_is_checked() {
 fn an_export_travels_over_a_stream() {
     let (here, there) = UnixStream::pair().unwrap();
     let file = memory();
-    pass_on(here.as_fd(), file.as_fd()).unwrap();
+    pass_on(here.as_fd(), file.as_fd(), Patience::default()).unwrap();
     assert_eq!(inode(take_over(there.as_fd(), &mut Patience::default()).unwrap()), inode(&file));
     // In two halves, the descriptor with the first.
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -282,7 +282,7 @@ fn an_export_travels_over_a_stream() {
     assert!(matches!(take_over(there.as_fd(), &mut Patience::default()), Err(ShareFault::Malformed(_))));
     drop(here);
     assert_eq!(take_over(there.as_fd(), &mut Patience::default()).unwrap_err(), ShareFault::Ended);
-    assert_eq!(pass_on(there.as_fd(), file.as_fd()).unwrap_err(), ShareFault::Ended);
+    assert_eq!(pass_on(there.as_fd(), file.as_fd(), Patience::default()).unwrap_err(), ShareFault::Ended);
     assert!(matches!(take_over(file.as_fd(), &mut Patience::default()), Err(ShareFault::System(_))));
 }
 

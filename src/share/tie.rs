@@ -34,6 +34,7 @@ impl Tie {
             Ok(received) => received,
             Err(Errno::AGAIN) => return Err(ShareFault::Used),
             Err(Errno::NOTSOCK) => return Err(malformed("it is no socket")),
+            Err(Errno::NOTCONN | Errno::INVAL) => return Err(malformed("it is a socket that is not connected")),
             Err(error) => return Err(broken(error)),
         };
         if len == 0 {
