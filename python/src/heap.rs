@@ -4,7 +4,7 @@ use crate::callback::Callbacks;
 use crate::errors::{Error, PointerError, raise};
 use crate::memory::Range;
 use crate::number;
-use crate::share::{Export, Imported, descriptor, locked};
+use crate::share::{Export, Imported, descriptor, interruptible, locked};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -90,7 +90,7 @@ impl Heap {
     fn import_(&self, py: Python<'_>, export: &Export) -> PyResult<Imported> {
         let heap = self.ours()?;
         let export = export.take()?;
-        let imported = py.detach(|| heap.import(export)).map_err(raise)?;
+        let imported = interruptible(py, |go_on| heap.import_while(export, go_on))?;
         Ok(Imported::new(imported, self.heap.backend().kind()))
     }
 
@@ -98,7 +98,7 @@ impl Heap {
     fn receive(&self, py: Python<'_>, socket: &Bound<'_, PyAny>) -> PyResult<Imported> {
         let heap = self.ours()?;
         let socket = descriptor(socket)?;
-        let imported = py.detach(|| heap.receive(socket)).map_err(raise)?;
+        let imported = interruptible(py, |go_on| heap.receive_while(socket, go_on))?;
         Ok(Imported::new(imported, self.heap.backend().kind()))
     }
 

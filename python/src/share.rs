@@ -2,6 +2,7 @@
 
 use crate::errors::{ShareError, raise};
 use crate::heap::refuse_forked;
+use crate::leaving::attached;
 use crate::memory::Range;
 use crate::number;
 use pyo3::exceptions::PyOSError;
@@ -10,6 +11,7 @@ use pyo3::types::{PyDict, PyInt, PyTuple};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use xseg::backend::BackendKind;
+use xseg::error::ShareFault;
 use xseg::process::Process;
 
 pub(crate) fn locked<T>(place: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -30,7 +32,28 @@ pub(crate) fn descriptor(object: &Bound<'_, PyAny>) -> PyResult<OwnedFd> {
     }
     // SAFETY: duplicated at once, which fails for a number that is not open.
     let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
-    Ok(borrowed.try_clone_to_owned()?)
+    borrowed.try_clone_to_owned().map_err(|error| match error.raw_os_error() {
+        // EMFILE and ENFILE.
+        Some(24 | 23) => raise(ShareFault::NoDescriptor(format!("no copy of descriptor {number}: {error}")).into()),
+        _ => error.into(),
+    })
+}
+
+/// Work of the library's that waits for another process, without the interpreter, and ends where a signal's handler raises, as by
+/// Ctrl-C. `work` gets the function to be asked whether it is to go on.
+pub(crate) fn interruptible<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce(Box<dyn FnMut() -> bool + Send>) -> Result<T, xseg::Error> + Send,
+) -> PyResult<T> {
+    let raised = Arc::new(Mutex::new(None));
+    let seen = Arc::clone(&raised);
+    let go_on = move || match attached(|py| py.check_signals()) {
+        Some(Err(error)) => locked(&seen).replace(error).is_some(),
+        _ => true,
+    };
+    let done = py.detach(|| work(Box::new(go_on)));
+    let raised = locked(&raised).take();
+    raised.map_or_else(|| done.map_err(raise), Err)
 }
 
 /// A block that was exported once, for one import by another process.
@@ -78,11 +101,12 @@ impl Export {
         Ok(OwnedFd::from(self.take()?).into_raw_fd())
     }
 
-    /// Send it over a connected Unix socket, to `Heap.receive` in the other process. It is closed then. Raises ShareError.
+    /// Send it over a connected Unix socket, to `Heap.receive` in the other process; waits 10 s at most where that is full. It is
+    /// closed then. Raises ShareError.
     fn send(&self, py: Python<'_>, socket: &Bound<'_, PyAny>) -> PyResult<()> {
         let socket = descriptor(socket)?;
         let export = self.take()?;
-        py.detach(|| export.send(socket)).map_err(raise)
+        interruptible(py, |go_on| export.send_while(socket, go_on))
     }
 
     /// Is it closed?

@@ -13,6 +13,7 @@ import sys
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.queues import Queue
+from pathlib import Path
 
 import pytest
 import xseg
@@ -188,3 +189,74 @@ def test_a_thousand_imports_leave_no_descriptor(heap: xseg.Heap) -> None:
             pass
     heap.tick()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_socket_that_is_not_connected_is_named_so(heap: xseg.Heap, listens: bool, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as lone, heap.alloc(MIB) as block:
+        if listens:
+            lone.bind(str(tmp_path / "socket"))
+            lone.listen()
+        with pytest.raises(xseg.ShareError, match="it is not connected"):
+            block.export().send(lone)
+        with pytest.raises(xseg.ShareError, match="it is not connected"):
+            heap.receive(lone)
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop(*_: object) -> None:
+    raise Stopped
+
+
+def test_waits_for_another_process_end_with_a_signal(heap: xseg.Heap) -> None:
+    """By one that comes again and again, so that it comes while it is waited for. Each wait would last 10 s."""
+    ours, theirs = socket.socketpair()
+    block = heap.alloc(MIB)
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        with ours, theirs:
+            for wait in (lambda: heap.receive(theirs), lambda: [block.export().send(ours) for _ in range(100_000)]):
+                signal.setitimer(signal.ITIMER_REAL, 1, 0.2)
+                with pytest.raises(Stopped) as stopped:
+                    wait()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                # Not after the error of a wait in vain.
+                assert stopped.value.__context__ is None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    heap.tick()
+    assert heap.stats()["exported"] == 0
+    heap.check()
+
+
+def test_a_descriptor_that_is_missing_is_named() -> None:
+    code = """
+import resource, xseg
+heap = xseg.Heap("backend:host,limit:64MiB")
+block = heap.alloc(1 << 20)
+there = xseg.Heap("backend:host,limit:64MiB")
+said = set()
+def attempt(what):
+    try:
+        return what()
+    except xseg.ShareError as error:
+        assert "ulimit -n" in str(error), error
+        said.add(str(error))
+import os, socket
+ours, theirs = socket.socketpair()
+used = len(os.listdir("/proc/self/fd"))
+for most in range(used, used + 12):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, 4096))
+    export = attempt(block.export)
+    if export is not None:
+        attempt(lambda: there.import_(export))
+    export = attempt(block.export)
+    if export is not None:
+        attempt(lambda: export.send(ours))
+assert len(said) >= 3, said
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
