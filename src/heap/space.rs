@@ -6,7 +6,7 @@
 #![forbid(unsafe_code)]
 
 use crate::backend::driver::Driver;
-use crate::error::{DriverError, Error, Result};
+use crate::error::{DriverCall, DriverError, Error, Result};
 use crate::lookup::BlockTable;
 use crate::units::{GIB, MIB, UNIT, human};
 use parking_lot::Mutex;
@@ -97,6 +97,10 @@ impl Located<'_> {
 
 /// The refusal of a reservation that cannot be smaller: what was asked for, and what may be in the way.
 pub(super) fn no_addresses(error: DriverError, bytes: u64) -> DriverError {
+    // Entering a context, say, asks for none.
+    if error.call != DriverCall::Reserve {
+        return error;
+    }
     let limit = getrlimit(Resource::As).current;
     let limit = limit.map(|limit| format!(", of which this process may have {} (`ulimit -v`)", human(limit)));
     let (reason, limit) = (&error.reason, limit.unwrap_or_default());
