@@ -157,10 +157,13 @@ class Visit:
                 self.changed.wait()
         return None
 
-    def expected(self, run: str) -> float:
-        """Seconds that the workload's next process may take: as the longest of this visit so far."""
-        walls = [line["wall"] for line in self.lines if line.get("run") == run and line.get("visit") == self.name]
-        return max(walls, default=60.0)
+    def expected(self, jobs: Sequence[Job]) -> float:
+        """Seconds that a workload's next processes may take: as the longest of their kind in this visit so far."""
+        run, kind = jobs[0].run, jobs[0].kind
+        here = [line for line in self.lines if line.get("run") == run and line.get("visit") == self.name]
+        same = [line["wall"] for line in here if line["kind"] == kind]
+        # Those that take turns take as long as one after the other would.
+        return max(same) if same else len(jobs) * max((line["wall"] for line in here), default=60.0)
 
     def results(self, jobs: Sequence[Job], slot: int) -> list[Line]:
         """What the processes of some jobs say, also where they cannot be started or understood: the visit goes on."""
@@ -178,7 +181,7 @@ class Visit:
                 while True:
                     with self.changed:
                         jobs = next_jobs(self.lines, run, stage, self.plan, self.name)
-                        late = bool(jobs) and self.clock() + self.expected(run) > self.deadline
+                        late = bool(jobs) and self.clock() + self.expected(jobs) > self.deadline
                     if late:
                         self.left.append(task)
                     if not jobs or late:

@@ -221,6 +221,28 @@ def test_limits_are_shown_as_the_probes_had_them(base: int) -> None:
     assert shown((1.00503, True), (1.00507, False)) == "above 1.0050"
 
 
+def test_what_takes_turns_is_expected_to_take_as_long_as_one_after_the_other() -> None:
+    begun: list[int] = []
+
+    def start(jobs: Sequence[Job], slot: int) -> list[dict[str, Any]]:
+        begun.append(len(jobs))
+        took = 27.0 if len(jobs) > 1 else 10.0
+        lines = [{**pretend(job), "wall": took} for job in jobs]
+        pretend.clock += took - 10 * len(jobs)  # type: ignore[attr-defined]
+        return lines
+
+    def rounds(deadline: float) -> list[int]:
+        pretend.clock, lines = 0, list[dict[str, Any]]()  # type: ignore[attr-defined]
+        begun.clear()
+        plan = Plan(stages=["rounds"], repeat=2, turn=1)
+        clock = lambda: pretend.clock  # type: ignore[attr-defined]  # noqa: E731
+        visit.Visit("one", lines, lambda line: None, start, plan, ["gpt2"], deadline, clock).go(1)
+        return list(begun)
+
+    # Native is expected to take 60 and takes 10, a round then 30; it takes 27, and so the next is expected to.
+    assert rounds(59) == [] and rounds(60) == [1, 3] and rounds(63) == [1, 3] and rounds(64) == [1, 3, 3]
+
+
 def test_a_visit_that_ends_early_is_gone_on_with() -> None:
     lines: list[dict[str, Any]] = []
     plan = Plan(repeat=3)
