@@ -28,7 +28,11 @@ pub(crate) fn sentence(text: &str) -> String {
 
 fn visible(c: char) -> String {
     // These are escaped for Rust's sake only.
-    if matches!(c, '\\' | '\'' | '"') { c.into() } else { c.escape_debug().collect() }
+    if matches!(c, '\\' | '\'' | '"') {
+        return c.into();
+    }
+    // Behind a letter, where what combines with it is seen as it is.
+    format!("a{c}").escape_debug().skip(1).collect()
 }
 
 #[cfg(test)]
@@ -46,6 +50,8 @@ mod tests {
     #[test]
     fn what_can_be_read_stays() {
         assert_eq!(text("limit:4 GiB, 'é' \"日本\" C:\\runs".as_bytes(), 60), "limit:4 GiB, 'é' \"日本\" C:\\runs");
+        // Accents and vowel signs that are characters of their own.
+        assert_eq!(text("cafe\u{301} हिन्दी".as_bytes(), 60), "cafe\u{301} हिन्दी");
     }
 
     #[test]
