@@ -6,12 +6,15 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from measure import Job
@@ -43,9 +46,25 @@ def told(text: str) -> Line | None:
 
 
 def why(status: int, err: str) -> str:
-    """A failed process's error: its last line first, since reports have room for little."""
-    lines = [line for line in err.splitlines() if line.strip()]
-    return f"exit status {status}: {lines[-1].strip() if lines else 'nothing was said'}\n{err[-800:]}"
+    """A failed process's error: the last that it names first, since reports have room for little."""
+    lines = [line.strip() for line in err.splitlines() if any(map(str.isalnum, line))]
+    # torchrun's own only says that a rank failed.
+    named = [
+        line for line in lines if re.search(r"\w(Error|Exception|Interrupt)\b", line) and "ChildFailed" not in line
+    ]
+    last = (named or lines or ["nothing was said"])[-1]
+    return f"exit status {status}: {last}\n{err[-800:]}"
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that run with this in their environment; what they start has it, too."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        # Others' are not to be read, and one that has ended has none.
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
 
 
 # Processes that run, and whether any may still be begun.
@@ -59,10 +78,12 @@ class Child:
 
     def __init__(self, job: Job, command: Sequence[str], env: dict[str, str], timeout: float) -> None:
         self.job, self.timeout, self.began = job, timeout, time.monotonic()
+        # By which all that it starts is found, in whatever session: torchrun gives each rank its own.
+        self.mark = f"XSEG_BENCH_JOB={uuid.uuid4().hex}"
+        env = {**env, **dict([self.mark.split("=")])}
         # In a file: a pipe that nobody reads would stop the process.
         self.err = tempfile.TemporaryFile("w+", errors="replace")
         pipe = subprocess.PIPE
-        # A session of its own, so that what it started can be ended with it.
         with LOCK:
             if STOPPED.is_set():
                 raise OSError("the program is ending")
@@ -80,9 +101,10 @@ class Child:
 
     def listen(self) -> None:
         assert self.running.stdout is not None
-        for text in self.running.stdout:
-            if (found := told(text)) is not None:
-                self.said.put(found)
+        with self.running.stdout as output:
+            for text in output:
+                if (found := told(text)) is not None:
+                    self.said.put(found)
         self.said.put(None)
 
     def wait(self) -> bool:
@@ -104,27 +126,31 @@ class Child:
         return False
 
     def kill(self) -> None:
-        """Ends all of its session: ranks that hang outlive their launcher."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.running.pid, signal.SIGKILL)
+        """Ends it and all that it started: ranks that hang outlive their launcher."""
+        # Again, since some may have been started while others were found; one that is stuck in the system is left.
+        for _ in range(300):
+            if not (pids := marked(self.mark)):
+                break
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
     def end(self) -> None:
         """Ends what has not ended, and takes what it left."""
         self.over = True
         with LOCK:
-            # While nobody has waited for it, the number is its own.
             self.kill()
-            status = self.running.wait()
             ALIVE.discard(self)
+        status = self.running.wait()
         self.err.seek(0)
         if not self.lines and not self.error:
             self.error = why(status, self.err.read())
         self.err.close()
-        for pipe in (self.running.stdin, self.running.stdout):
-            # It may have ended before it had read all.
-            with contextlib.suppress(OSError):
-                if pipe is not None:
-                    pipe.close()
+        # It may have ended before it had read all. Its output is closed by who reads it.
+        with contextlib.suppress(OSError):
+            if self.running.stdin is not None:
+                self.running.stdin.close()
         self.wall = round(time.monotonic() - self.began, 1)
 
     def go(self, steps: int) -> None:
@@ -173,8 +199,8 @@ def take_turns(jobs: Sequence[Job], begin: Begin) -> list[Child]:
         waiting = [child for child in children if child.wait()]
         steps, each = jobs[0].steps, jobs[0].turn
         for at, done in enumerate(range(0, steps, each)):
-            # In changing order, but nobody twice in a row: who follows itself finds caches as it left them.
-            first = at % max(len(waiting), 1)
+            # In changing order, but nobody twice in a row: who follows itself finds caches as it left them. Two just alternate.
+            first = at % len(waiting) if len(waiting) > 2 else 0
             for child in waiting[first:] + waiting[:first]:
                 child.go(min(each, steps - done))
                 if not child.wait():

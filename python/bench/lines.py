@@ -64,7 +64,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("round", "limit", "steps", "world"), is_count),
     **dict.fromkeys(("wall", "factor"), is_number),
     **dict.fromkeys(("seconds", "per_second"), maybe(is_speed)),
-    "completed": lambda value: isinstance(value, bool),
+    **dict.fromkeys(("completed", "card_full"), lambda value: isinstance(value, bool)),
     "gpus": each(is_text),
     "versions": is_versions,
     "step_ms": each(is_speed),

@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import resource
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -66,6 +67,19 @@ def fill(torch: Any, left: int) -> int:
     return taken
 
 
+def free_of_card() -> int:
+    """Bytes that the driver has left, whoever has the rest; an allocator's own figures are of its limit."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    refused = ctypes.CDLL("libcuda.so.1").cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+    return 0 if refused else free.value
+
+
+def end_with_parent() -> None:
+    """Has the system end this process when the thread that started it ends, in whatever way."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def set_limit(torch: Any, job: Job) -> dict[str, Any]:
     """Holds the process to the job's limit; what was done, for the line."""
     if not job.limit:
@@ -111,6 +125,7 @@ def recorded(job: Job, process: Process) -> contextlib.AbstractContextManager[An
 
 def child(text: str) -> None:
     """The job that these words describe, in this process; prints its line."""
+    end_with_parent()
     words = json.loads(text)
     job, process = Job(**words["job"]), Process(**words["process"])
     if words["cores"]:
@@ -133,6 +148,8 @@ def child(text: str) -> None:
         if "out of memory" not in str(error).lower():
             raise
         line["error"] = str(error)[:400]
+        if cuda and job.limit:
+            line["card_full"] = torch.cuda.memory_reserved() + free_of_card() < job.limit
     line.update(figures(torch, job.allocator) if cuda else dry_figures())
     print(json.dumps(line), flush=True)
 

@@ -63,8 +63,10 @@ def of(lines: Iterable[Line], run: str, kind: str, allocator: str | None = None)
 def short(line: Line) -> bool:
     """Did the run end because its limit was too little?"""
     error = (line.get("error") or "").lower()
-    # As PyTorch says it, and as cuBLAS and cuDNN do.
-    return bool(line.get("limit")) and ("out of memory" in error or "alloc_failed" in error)
+    # As PyTorch says it, and as cuBLAS and cuDNN do. Where others had the card's memory, the limit may have been enough.
+    return (
+        bool(line.get("limit")) and not line.get("card_full") and ("out of memory" in error or "alloc_failed" in error)
+    )
 
 
 def has_result(line: Line) -> bool:

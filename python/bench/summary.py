@@ -234,7 +234,8 @@ def failures(lines: Sequence[Line]) -> list[str]:
     for line in lines:
         error = line.get("error")
         if error and not short(line):
-            words = " ".join(error.split())[:200]
+            full = "the card was full (`--turn 0` has one process on it at a time): " if line.get("card_full") else ""
+            words = full + " ".join(error.split())[:200]
             limit = f"limit {line['limit']}" if line["limit"] else "no limit"
             found.append(f"{line['run']}, {line['allocator']}, {line['kind']}, {limit}: {words}")
     return found

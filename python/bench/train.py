@@ -146,7 +146,8 @@ def arguments() -> argparse.ArgumentParser:
 def line_of(child: Child) -> dict[str, Any]:
     """The line of a process that has ended, also of one that failed."""
     line = {**asdict(child.job), "completed": False, **(child.lines[-1] if child.lines else {}), "wall": child.wall}
-    return {**line, "error": child.error} if child.error else line
+    # One that gave its line and did not end is no run that completed.
+    return {**line, "completed": False, "error": child.error} if child.error else line
 
 
 def main() -> int:
@@ -172,6 +173,12 @@ def main() -> int:
 
     if args.record and args.device == "cpu":
         print("--record is for GPUs: on the host nothing is allocated on xseg", file=sys.stderr)
+        return 2
+    if args.turn and "async" in args.limited:
+        print(
+            "--limited async needs --turn 0: its limit is that the rest of the card is filled, for all processes",
+            file=sys.stderr,
+        )
         return 2
     if args.summary:
         show(read(args.summary))

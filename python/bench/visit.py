@@ -103,15 +103,17 @@ def gpus_here() -> int:
 
 def interruptible(main: Callable[[], int]) -> int:
     """Runs a program's main function; where it is interrupted or terminated, its processes end with it and no traceback is shown."""
-    # From `kill` and `timeout`: as if interrupted, so that what was begun is ended.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # From `kill`, `timeout` and a terminal that closes: as if interrupted, so that what was begun is ended.
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, lambda got, _: sys.exit(128 + got)) for number in signals]
     try:
         return main()
     except KeyboardInterrupt:
         print("interrupted; lines of what had ended are in the file of --out", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(signals, before):
+            signal.signal(number, handler)
 
 
 def prepare() -> None:
@@ -202,9 +204,9 @@ class Visit:
     def go(self, slots: int) -> list[tuple[str, str]]:
         """Works on that many GPUs at a time; returns the tasks that time did not allow."""
         threads = [threading.Thread(target=self.work, args=(slot,)) for slot in range(slots)]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             for thread in threads:
                 thread.join()
         except BaseException:
@@ -214,6 +216,7 @@ class Visit:
                 self.tasks.clear()
             stop()
             for thread in threads:
-                thread.join()
+                if thread.is_alive():
+                    thread.join()
             raise
         return self.left

@@ -542,6 +542,15 @@ def test_a_report_without_a_gpu_says_what_its_figures_are() -> None:
     assert "no figures of allocators" not in summary.report([{**about, "gpus": ["H200"]}, *lines], Plan())
 
 
+def test_a_card_that_others_have_filled_is_no_limit_that_is_too_little() -> None:
+    lines = [pretend(Job("gpt2", "native", "round"))]
+    held = {**pretend(Job("gpt2", "xseg", "round", limit=PEAK, factor=1.0)), "completed": False, "visit": "one"}
+    assert planning.bounds([*lines, held], "gpt2", "xseg", 0.01)[0] == 0 and planning.short(held)
+    full = {**held, "limit": 2 * PEAK, "card_full": True}
+    assert planning.bounds([*lines, full], "gpt2", "xseg", 0.01) == (0, None) and not planning.short(full)
+    assert "the card was full" in summary.failures([full])[0] and summary.failures([held]) == []
+
+
 def test_visits_of_the_same_second_stay_apart(tmp_path: Path) -> None:
     def a_visit(speed: float) -> list[dict[str, Any]]:
         lines: list[dict[str, Any]] = [{**visit.about("one", "", []), "gpus": ["A GPU"]}]

@@ -115,6 +115,18 @@ def compare(monkeypatch: pytest.MonkeyPatch, out: Path, ending: dict[str, Any], 
     return comparison.main(distributed.arguments().parse_args(["--compare", "--small", "--out", str(out), *words]))
 
 
+def test_long_lines_of_ranks_stay_whole() -> None:
+    code = f"import sys; sys.path.insert(0, {str(Path(SCRIPT).parent)!r}); import pace; [pace.say({{'rank': int(sys.argv[1]), 'losses': ['x' * 20] * 9000}}) for _ in range(5)]"
+    reading, writing = os.pipe()
+    ranks = [subprocess.Popen([sys.executable, "-c", code, str(rank)], stdout=writing) for rank in range(6)]
+    os.close(writing)
+    with open(reading) as output:
+        lines = [json.loads(text) for text in output]
+    assert [rank.wait() for rank in ranks] == [0] * 6
+    assert sorted(line["rank"] for line in lines) == sorted([*range(6)] * 5)
+    assert all(len(line["losses"]) == 9000 for line in lines)
+
+
 def test_the_status_says_whether_anything_completed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

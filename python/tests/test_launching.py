@@ -79,22 +79,6 @@ def lines_of(children: list[launching.Child]) -> list[dict[str, Any]]:
     return [train.line_of(child) for child in children]
 
 
-def wait_until_none_runs(groups: list[int]) -> None:
-    """Waits until no process of these groups runs; nobody may have asked how those that ended did."""
-    while True:
-        running = []
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                state, _, group = path.read_text().rsplit(") ", 1)[1].split()[:3]
-            except OSError:
-                continue
-            if int(group) in groups and state not in "ZX":
-                running.append(path)
-        if not running:
-            return
-        time.sleep(0.02)
-
-
 def test_processes_take_turns_and_end_together(notes: Path) -> None:
     lines = lines_of(launching.run_jobs(JOBS, begin))
     assert [(line["completed"], line["steps"], line["allocator"], line["limit"]) for line in lines] == [
@@ -106,9 +90,13 @@ def test_processes_take_turns_and_end_together(notes: Path) -> None:
     order = ["native", "xseg", "xseg*"]
     expected = [f"{order[(turn + first) % 3]} {count}" for turn, count in enumerate((3, 3, 3, 1)) for first in range(3)]
     assert done[:12] == expected
-    # Nobody follows itself, and nobody ends while another trains.
+    # Nobody follows itself, nor does one of two; and nobody ends while another trains.
     assert all(a.split()[0] != b.split()[0] for a, b in zip(expected, expected[1:]))
     assert sorted(done[12:]) == sorted(f"{name} {what}" for name in order for what in ("0", "ends"))
+    notes.unlink()
+    lines_of(launching.run_jobs(JOBS[:2], begin))
+    two = [text.split()[0] for text in notes.read_text().split("\n")[:8]]
+    assert two == ["native", "xseg"] * 4
 
 
 @pytest.mark.parametrize(
@@ -149,16 +137,48 @@ def test_what_cannot_be_started_ends_those_that_were(notes: Path) -> None:
     assert [child.running.returncode for child in made] == [-9, -9]
 
 
+# Ends at once and leaves one that has a session of its own, as torchrun's ranks have, and the output; its number is in a file.
+LEAVES = """
+import subprocess, sys
+left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print(left.pid, file=open(sys.argv[1], "a"), flush=True)
+"""
+
+
+def ended(pid: int) -> bool:
+    """Has it ended? Nobody may have asked how."""
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rsplit(") ", 1)[1][0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_until_ended(pids: list[int]) -> None:
+    while not all(map(ended, pids)):
+        time.sleep(0.02)
+
+
 def test_what_a_process_started_ends_with_it(tmp_path: Path) -> None:
-    file = tmp_path / "pid"
-    code = f"import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, file=open({str(file)!r}, 'w'), flush=True); sys.exit(3)"
-    child = launching.to_itself(
-        JOBS[0], lambda job: launching.Child(job, [sys.executable, "-c", code], dict(os.environ), 3)
-    )
-    # It has the output still, so that nobody knows of the end.
-    assert child.late and child.error == "no end in 3 s"
-    assert file.read_text().strip().isdigit()
-    wait_until_none_runs([child.running.pid])
+    file = tmp_path / "pids"
+    command = [sys.executable, "-c", LEAVES, str(file)]
+    child = launching.to_itself(JOBS[0], lambda job: launching.Child(job, command, dict(os.environ), 2))
+    # The one that is left has the output, so that nobody knows of the end.
+    assert child.late and child.error == "no end in 2 s" and 2 <= child.wall < 300
+    wait_until_ended([int(file.read_text())])
+    # A line of a process that does not end then is none of a run that completed.
+    child.lines.append({"completed": True, "steps": 3})
+    assert not train.line_of(child)["completed"] and train.line_of(child)["steps"] == 3
+
+
+def test_errors_are_named_by_what_says_most() -> None:
+    def first(err: str) -> str:
+        return launching.why(1, err).split("\n")[0]
+
+    assert first("Traceback\n  at\nValueError: no such thing\n\n") == "exit status 1: ValueError: no such thing"
+    ranks = "[rank0]: torch.AcceleratorError: CUDA error\nE1 failed\n torch.distributed.elastic.ChildFailedError: \n=====\nFAILED\n=====\n"
+    assert first(ranks) == "exit status 1: [rank0]: torch.AcceleratorError: CUDA error"
+    assert first("killed\n=====\n") == "exit status 1: killed" and first("") == "exit status 1: nothing was said"
 
 
 def test_lines_of_a_process_are_told_from_other_words() -> None:
@@ -168,7 +188,7 @@ def test_lines_of_a_process_are_told_from_other_words() -> None:
     assert [launching.told(text) for text in others] == [None] * len(others)
 
 
-@pytest.mark.parametrize("sent, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("sent, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_an_interrupted_program_ends_its_processes(tmp_path: Path, sent: int, status: int) -> None:
     # A visit whose processes wait for ever, on two GPUs at once.
     code = f"""if True:
@@ -199,7 +219,7 @@ def test_an_interrupted_program_ends_its_processes(tmp_path: Path, sent: int, st
     program.send_signal(sent)
     out, err = program.communicate(timeout=60)
     assert program.returncode == status and out == "kept []\n" and "Traceback" not in err
-    wait_until_none_runs([int(pid) for pid in pids.read_text().split()])
+    wait_until_ended([int(pid) for pid in pids.read_text().split()])
 
 
 def test_none_begins_once_all_were_stopped(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
