@@ -15,11 +15,9 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+from lines import Line
 from measure import Job
-
-Line = dict[str, Any]
 
 
 def environment(job: Job, gpu: str | None) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import resource
 import signal
@@ -205,28 +206,26 @@ def train(torch: Any, job: Job, process: Process, line: dict[str, Any]) -> None:
     for at in range(warmup):
         step(at)
     wait()
-    at, tokens, turns = 0, 0, []
-    while at < job.steps or not job.steps:
-        end = at + my_turn(at) if job.turn else job.steps
+    most, seconds = (job.steps, math.inf) if job.steps else (sys.maxsize, process.seconds)
+    at, tokens, turns, late = 0, 0, [], False
+    while at < most and not late:
+        end = at + my_turn(at) if job.turn else most
         began, first = time.perf_counter(), at
         marks.turn()
         marks.mark()
-        while at < end or not job.steps:
+        while at < end and not late:
             tokens += step(at + warmup)
             marks.mark()
             at += 1
-            if not job.steps and time.perf_counter() - began >= process.seconds:
-                break
+            late = time.perf_counter() - began >= seconds
         wait()
         turns.append((at - first, round(time.perf_counter() - began, 6)))
-        if not job.steps:
-            break
     if job.turn:
         # The others may not be through: what this process frees as it ends would take the driver's time.
         my_turn(at)
         line["turns"] = turns
-    seconds = sum(taken for _, taken in turns)
-    line.update(completed=True, steps=at, seconds=round(seconds, 3), per_second=round(tokens / seconds, 1))
+    spent = sum(taken for _, taken in turns)
+    line.update(completed=True, steps=at, seconds=round(spent, 3), per_second=round(tokens / spent, 1))
     line["step_ms"] = marks.between()
     line["losses"] = [value.hex() for value in losses[: at + warmup].tolist()]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from lines import Line
 from measure import Job
 
 STAGES = ("rounds", "others", "losses", "least")
-Line = dict[str, Any]
 
 
 @dataclass(frozen=True)

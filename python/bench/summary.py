@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from plan import Line, Plan, bounds, complete_rounds, has_result, of, peak, plenty, short
+from lines import Line
+from plan import Plan, bounds, complete_rounds, has_result, of, peak, plenty, short
 
 GIB = 1 << 30
 # A step of so many times the middle one's time on native is none of steady training.

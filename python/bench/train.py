@@ -171,6 +171,9 @@ def main() -> int:
         else:
             print(text)
 
+    if args.summary:
+        show(read(args.summary))
+        return 0
     if args.record and args.device == "cpu":
         print("--record is for GPUs: on the host nothing is allocated on xseg", file=sys.stderr)
         return 2
@@ -180,9 +183,6 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    if args.summary:
-        show(read(args.summary))
-        return 0
     process = Process(
         args.seconds,
         args.warmup,

@@ -23,6 +23,7 @@ import lines as lines_of  # noqa: E402
 import measure  # noqa: E402
 import plan as planning  # noqa: E402
 import summary  # noqa: E402
+import train  # noqa: E402
 import visit  # noqa: E402
 import workloads  # noqa: E402
 from measure import Job  # noqa: E402
@@ -549,6 +550,22 @@ def test_a_card_that_others_have_filled_is_no_limit_that_is_too_little() -> None
     full = {**held, "limit": 2 * PEAK, "card_full": True}
     assert planning.bounds([*lines, full], "gpt2", "xseg", 0.01) == (0, None) and not planning.short(full)
     assert "the card was full" in summary.failures([full])[0] and summary.failures([held]) == []
+
+
+def test_options_that_need_a_gpu_or_the_whole_card_do_not_keep_a_report_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in whole()))
+
+    def run(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        return train.main(), capsys.readouterr().err
+
+    for words, why in ((["--limited", "async"], "--turn 0"), (["--device", "cpu", "--record", "x"], "for GPUs")):
+        status, said = run("--out", str(tmp_path / "new.jsonl"), *words)
+        assert status == 2 and why in said
+        assert run("--summary", str(path), *words) == (0, "")
 
 
 def test_visits_of_the_same_second_stay_apart(tmp_path: Path) -> None:
