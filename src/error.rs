@@ -1,7 +1,9 @@
 //! Errors of the library: each says what happened and what to do.
 
 use crate::units::{RESERVE_MAX, UNIT, human};
+use rustix::io::Errno;
 use std::fmt;
+use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -327,6 +329,17 @@ pub enum ShareFault {
 fn uuid(bytes: &[u8; 16]) -> String {
     let hex = |range: std::ops::Range<usize>| bytes[range].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
     format!("GPU-{}-{}-{}-{}-{}", hex(0..4), hex(4..6), hex(6..8), hex(8..10), hex(10..16))
+}
+
+impl ShareFault {
+    /// `what` the system refused, with its reason; whether that is a lack of descriptors is told apart.
+    pub fn system(what: impl fmt::Display, error: &io::Error) -> Self {
+        let what = format!("{what}: {error}");
+        match Errno::from_io_error(error) {
+            Some(Errno::MFILE | Errno::NFILE | Errno::TOOMANYREFS) => Self::NoDescriptor(what),
+            _ => Self::System(what),
+        }
+    }
 }
 
 impl From<DriverError> for Error {

@@ -16,14 +16,11 @@ use xseg::{Allocation, Error, Heap, StreamId};
 
 const MARK: &str = "XSEG_FEW_DESCRIPTORS";
 
-#[test]
-fn descriptors_do_not_run_out() {
-    if std::env::var_os(MARK).is_some() {
-        return with_few_descriptors();
-    }
+/// Runs a test of this file again, which knows by `mark` that it may lower limits of its process.
+fn in_a_process_of_its_own(test: &str, mark: &str) {
     let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "descriptors_do_not_run_out", "--nocapture", "--test-threads=1"])
-        .env(MARK, "1")
+        .args(["--exact", test, "--nocapture", "--test-threads=1"])
+        .env(mark, "1")
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
@@ -32,6 +29,14 @@ fn descriptors_do_not_run_out() {
         "{text}\n{}",
         String::from_utf8_lossy(&output.stderr)
     );
+}
+
+#[test]
+fn descriptors_do_not_run_out() {
+    if std::env::var_os(MARK).is_some() {
+        return with_few_descriptors();
+    }
+    in_a_process_of_its_own("descriptors_do_not_run_out", MARK);
 }
 
 fn with_few_descriptors() {
@@ -102,14 +107,7 @@ fn foreign_memory_is_no_export() {
 fn a_limit_of_addresses_is_named() {
     const MARK: &str = "XSEG_FEW_ADDRESSES";
     if std::env::var_os(MARK).is_none() {
-        let output = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "a_limit_of_addresses_is_named", "--nocapture", "--test-threads=1"])
-            .env(MARK, "1")
-            .output()
-            .unwrap();
-        let text = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success() && text.contains("1 passed"), "{text}");
-        return;
+        return in_a_process_of_its_own("a_limit_of_addresses_is_named", MARK);
     }
     setrlimit(Resource::As, Rlimit { current: Some(1 << 30), maximum: None }).unwrap();
     let error = Heap::builder().conf("backend:host,reserve:64MiB,limit:64MiB").unwrap().build().unwrap_err();

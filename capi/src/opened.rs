@@ -126,11 +126,8 @@ fn import(heap: &Heap, ticket: &Ticket) -> Result<Found, Failure> {
         Errno::CONNREFUSED | Errno::NOENT => gone(),
         Errno::AGAIN => failure(ShareFault::Silent(PATIENCE).to_string()),
         error => {
-            let why = format!("process {process}, which has the memory, cannot be reached: {error}");
-            match error {
-                Errno::MFILE | Errno::NFILE => failure(ShareFault::NoDescriptor(why).to_string()),
-                _ => failure(why),
-            }
+            let what = format!("process {process}, which has the memory, cannot be reached");
+            failure(ShareFault::system(what, &error.into()).to_string())
         }
     })?;
     if !is_ours(&stream) {

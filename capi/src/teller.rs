@@ -135,13 +135,8 @@ fn socket() -> Result<String, Failure> {
         return Ok(name.clone());
     }
     let name = format!("xseg-{}-{:016x}", getpid().as_raw_pid(), u64::from_ne_bytes(random()?));
-    let no_socket = |error: std::io::Error| {
-        let why = format!("there is no socket for tickets: {error}");
-        match error.raw_os_error() {
-            Some(libc::EMFILE | libc::ENFILE) => failure(ShareFault::NoDescriptor(why).to_string()),
-            _ => failure(why),
-        }
-    };
+    let no_socket =
+        |error: std::io::Error| failure(ShareFault::system("there is no socket for tickets", &error).to_string());
     let address = SocketAddr::from_abstract_name(&name).map_err(no_socket)?;
     let listener = UnixListener::bind_addr(&address).map_err(no_socket)?;
     LISTENER.store(listener.as_raw_fd(), Relaxed);

@@ -32,10 +32,11 @@ pub(crate) fn descriptor(object: &Bound<'_, PyAny>) -> PyResult<OwnedFd> {
     }
     // SAFETY: duplicated at once, which fails for a number that is not open.
     let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
-    borrowed.try_clone_to_owned().map_err(|error| match error.raw_os_error() {
-        // EMFILE and ENFILE.
-        Some(24 | 23) => raise(ShareFault::NoDescriptor(format!("no copy of descriptor {number}: {error}")).into()),
-        _ => error.into(),
+    borrowed.try_clone_to_owned().map_err(|error| {
+        match ShareFault::system(format_args!("no copy of descriptor {number}"), &error) {
+            few @ ShareFault::NoDescriptor(_) => raise(few.into()),
+            _ => error.into(),
+        }
     })
 }
 

@@ -14,10 +14,9 @@ use crate::units::GRANULE;
 impl Inner {
     /// Allocates a block that is exactly one handle.
     pub(crate) fn alloc_contiguous(&self, bytes: u64, stream: StreamId) -> Result<Block> {
-        let whole = bytes.max(1).checked_next_multiple_of(GRANULE);
         // What has no such length is refused by its own, as longer than any block.
-        let mut wanted = self.wanted(whole.unwrap_or(bytes), GRANULE, stream)?;
-        let whole = whole.unwrap_or(bytes);
+        let whole = bytes.max(1).checked_next_multiple_of(GRANULE).unwrap_or(bytes);
+        let mut wanted = self.wanted(whole, GRANULE, stream)?;
         (wanted.bytes, wanted.contiguous) = (bytes, (whole / GRANULE) as u32);
         self.alloc_slow(&wanted)
     }

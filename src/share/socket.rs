@@ -28,11 +28,7 @@ pub(super) struct Received {
 }
 
 pub(super) fn system(what: &str, error: Errno) -> ShareFault {
-    let what = format!("{what}: {error}");
-    match error {
-        Errno::MFILE | Errno::NFILE | Errno::TOOMANYREFS => ShareFault::NoDescriptor(what),
-        _ => ShareFault::System(what),
-    }
+    ShareFault::system(what, &error.into())
 }
 
 /// Why something that needed a descriptor was refused, where that is so because this process may have no more of them: drivers say
