@@ -265,7 +265,11 @@ impl Backend for HostBackend {
         let refused = |why: String| DriverError::new(DriverCall::Other, why);
         let space = self.space.lock();
         let run = space.physical.get(handle.0).map_err(refused)?;
-        let file = space.physical.file_of(run.file).try_clone().map_err(|error| refused(error.to_string()))?;
+        let file = space.physical.file_of(run.file).try_clone().map_err(|error| {
+            let few = matches!(Errno::from_io_error(&error), Some(Errno::MFILE | Errno::NFILE));
+            let advice = if few { "; raise the limit of open files (`ulimit -n`)" } else { "" };
+            refused(format!("{error}{advice}"))
+        })?;
         Ok((file.into(), run.offset))
     }
 
