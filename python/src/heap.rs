@@ -8,7 +8,8 @@ use crate::share::{Export, Imported, descriptor, interruptible, locked};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use std::sync::Arc;
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex};
 use xseg::backend::BackendKind;
 use xseg::process::{FORKED, Process};
 use xseg::{Allocation, PoolId, StreamFilter, StreamId};
@@ -27,6 +28,7 @@ pub(crate) struct Heap {
     /// A child that was forked off gets nothing: it would wait for locks of threads that it does not have.
     process: Process,
     callbacks: Callbacks,
+    owned: Owned,
 }
 
 impl Heap {
@@ -44,7 +46,12 @@ impl Heap {
             Some(conf) => xseg::Heap::builder().conf(&conf).and_then(xseg::HeapBuilder::build),
             None => xseg::Heap::from_env(),
         });
-        Ok(Self { heap: made.map_err(raise)?, process: Process::this(), callbacks: Callbacks::default() })
+        Ok(Self {
+            heap: made.map_err(raise)?,
+            process: Process::this(),
+            callbacks: Callbacks::default(),
+            owned: Owned::default(),
+        })
     }
 
     /// Allocate `bytes` for work on `stream`. The block is freed when it is closed, its `with` ends, or it is collected.
@@ -61,7 +68,9 @@ impl Heap {
         let found = py.detach(|| heap.alloc(bytes, StreamId(stream))).map_err(raise)?;
         let kind = self.heap.backend().kind();
         let (address, process) = (found.address(), self.process);
-        Ok(Block { address, bytes, stream, kind, found: std::sync::Mutex::new(Some(Arc::new(found))), process })
+        locked(&self.owned).insert(address);
+        let held = Held { found, owned: Arc::clone(&self.owned), process };
+        Ok(Block { address, bytes, stream, kind, held: Mutex::new(Some(Arc::new(held))), process })
     }
 
     /// As `alloc`, for a bare address that `free` frees.
@@ -76,9 +85,15 @@ impl Heap {
         py.detach(|| heap.alloc_raw(bytes, StreamId(stream))).map_err(raise)
     }
 
-    /// Free a block of `alloc_raw` by its address. Never waits. Raises PointerError.
+    /// Free a block of `alloc_raw` by its address; a `Block` frees its own. Never waits. Raises PointerError.
     fn free(&self, #[pyo3(from_py_with = number::address)] address: u64) -> PyResult<()> {
-        self.ours()?.free_raw(address).map_err(raise)
+        let heap = self.ours()?;
+        if locked(&self.owned).contains(&address) {
+            // It would free the address again when it is closed, then somebody else's.
+            let why = format!("the block at {address:#x} belongs to a Block, which frees it; close that");
+            return Err(PointerError::new_err(why));
+        }
+        heap.free_raw(address).map_err(raise)
     }
 
     /// Export the block at `address` for one import by another process; see `Block.export`.
@@ -251,6 +266,26 @@ impl Heap {
     }
 }
 
+/// The addresses of a heap's blocks that a `Block`, or a view of one, will free.
+type Owned = Arc<Mutex<HashSet<u64>>>;
+
+/// What a `Block` and its views hold.
+#[derive(Debug)]
+struct Held {
+    found: Allocation,
+    owned: Owned,
+    process: Process,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // Before the block is freed, after which its address may be another's. In a forked child the lock may be held for ever.
+        if self.process.is_this() {
+            locked(&self.owned).remove(&self.found.address());
+        }
+    }
+}
+
 /// A block of a heap's memory.
 ///
 /// On a GPU it has `__cuda_array_interface__`, as bytes, so that `torch.as_tensor(block)` or `cupy.asarray(block)` look at it.
@@ -262,7 +297,7 @@ pub(crate) struct Block {
     stream: u64,
     kind: BackendKind,
     /// Views hold it, too.
-    found: std::sync::Mutex<Option<Arc<Allocation>>>,
+    held: Mutex<Option<Arc<Held>>>,
     process: Process,
 }
 
@@ -277,8 +312,8 @@ fn closed() -> PyErr {
 
 impl Block {
     fn live<T>(&self, use_it: impl FnOnce(&Allocation) -> T) -> PyResult<T> {
-        let found = locked(&self.found);
-        found.as_deref().map(use_it).ok_or_else(closed)
+        let held = locked(&self.held);
+        held.as_deref().map(|held| use_it(&held.found)).ok_or_else(closed)
     }
 
     fn range(&self) -> Range {
@@ -325,15 +360,15 @@ impl Block {
 
     /// Free the block now, or with the last memoryview of `view`; again is no error. Never waits.
     fn close(&self) {
-        let taken = locked(&self.found).take();
+        let taken = locked(&self.held).take();
         drop(taken);
     }
 
     /// The memory as a writable memoryview of bytes, on host memory only. The block is not freed before it and its slices are gone.
     fn view<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         refuse_forked(self.process)?;
-        let found = locked(&self.found).clone();
-        self.range().view(py, found.ok_or_else(closed)?)
+        let held = locked(&self.held).clone();
+        self.range().view(py, held.ok_or_else(closed)?)
     }
 
     #[getter]

@@ -166,7 +166,36 @@ def test_limit_and_trim(heap: xseg.Heap) -> None:
     assert heap.stats()["peak_allocated"] == 0
 
 
+def test_only_a_block_frees_what_it_has(heap: xseg.Heap) -> None:
+    block = heap.alloc(5000)
+    address = block.address
+    with pytest.raises(xseg.PointerError, match="belongs to a Block, which frees it; close that"):
+        heap.free(address)
+    view = block.view()
+    block.close()
+    with pytest.raises(xseg.PointerError, match="belongs to a Block"):
+        heap.free(address)
+    del view
+    raw = heap.alloc_raw(5000)
+    assert raw == address and heap.stats()["live_blocks"] == 1
+    heap.free(raw)
+    with pytest.raises(xseg.PointerError):
+        heap.free(raw)
+    assert heap.stats()["live_blocks"] == 0
+
+
+def test_the_default_stream_stays(heap: xseg.Heap) -> None:
+    heap.alloc(5).close()
+    with pytest.raises(xseg.Error, match="the default stream is never destroyed"):
+        heap.retire_stream(0)
+    heap.alloc(5, stream=7).close()
+    heap.retire_stream(7)
+    heap.alloc(5).close()
+
+
 def test_capture_pools(heap: xseg.Heap) -> None:
+    with pytest.raises(xseg.Error, match="capture pool 0,0 stands for no pool"):
+        heap.begin_capture((0, 0))
     heap.begin_capture((0, 1), streams=[0])
     with pytest.raises(xseg.Error):
         heap.begin_capture((0, 1))
