@@ -20,6 +20,7 @@ fn a_retired_stream_is_an_error_and_its_memory_is_everybodys() {
     let (kept, freed) = (lab.alloc(16 * MIB, S1), lab.alloc(48 * MIB, S1));
     lab.work(S1, &freed, 5 * MS);
     drop(freed);
+    assert!(matches!(lab.heap.retire_stream(StreamId(0)), Err(Error::InvalidArgument(_))), "nobody can destroy it");
     lab.heap.retire_stream(S1).unwrap();
     let dead = |result: Result<(), Error>| matches!(result, Err(Error::DeadStream { stream: 1, .. }));
     assert!(dead(lab.heap.alloc(512, S1).map(drop)));

@@ -36,6 +36,10 @@ macro_rules! handed_on {
             self.inner.is_lasting(stream)
         }
 
+        fn is_default(&self, stream: $crate::backend::StreamId) -> bool {
+            self.inner.is_default(stream)
+        }
+
         fn recycle(&self, event: $crate::backend::Event) {
             self.inner.recycle(event);
         }

@@ -248,6 +248,11 @@ pub trait Backend: Send + Sync + fmt::Debug {
         false
     }
 
+    /// Is it the default stream, which nobody can destroy?
+    fn is_default(&self, stream: StreamId) -> bool {
+        stream.0 == 0
+    }
+
     /// Records an event that completes when all work queued so far in `scope` has.
     fn record(&self, scope: EventScope) -> Result<Event, DriverError>;
 

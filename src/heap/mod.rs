@@ -248,7 +248,8 @@ impl Heap {
     /// later use of it is an error. Call it before the stream is destroyed.
     ///
     /// # Errors
-    /// [`crate::Error::DeadStream`] for a stream that the heap does not know.
+    /// [`crate::Error::DeadStream`] for a stream that the heap does not know; [`crate::Error::InvalidArgument`] for the default stream,
+    /// which is never destroyed, and during captures where the driver has no context-wide events.
     pub fn retire_stream(&self, stream: StreamId) -> Result<()> {
         self.inner.ours()?.retire(stream)
     }

@@ -216,6 +216,10 @@ impl Inner {
     /// Ends a stream: what it freed is everybody's once its epoch has passed.
     pub(crate) fn retire(&self, stream: StreamId) -> Result<()> {
         let backend = self.driver.backend();
+        if backend.is_default(stream) {
+            let why = "the default stream is never destroyed; retire streams that the program made";
+            return Err(Error::InvalidArgument(why.into()));
+        }
         let key = backend.stream_key(stream)?;
         // Where events are per stream, none may be missing when the stream is forgotten (I5).
         if !backend.capabilities().context_events && self.capture_under_way() {

@@ -283,6 +283,11 @@ impl Backend for CudaBackend {
     }
 
     fn is_lasting(&self, stream: StreamId) -> bool {
+        self.is_default(stream)
+    }
+
+    /// A thread's own default stream ends with its thread.
+    fn is_default(&self, stream: StreamId) -> bool {
         matches!(self.resolve(stream), 0 | STREAM_LEGACY)
     }
 
