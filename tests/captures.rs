@@ -337,7 +337,7 @@ fn a_pool_without_a_capture_lets_epochs_pass(make: Make) {
 fn a_new_pool_takes_the_place_of_an_old_one(make: Make) {
     let lab = make("limit:64MiB");
     let mut addresses = Vec::new();
-    for round in 0..5000 {
+    for round in 1..=5000 {
         let pool = PoolId(0, round);
         let (address, _) = captured(&lab, pool, S1, || lab.alloc(2 * MIB, S1).address());
         lab.heap.release_capture(pool).unwrap();

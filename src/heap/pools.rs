@@ -286,6 +286,9 @@ impl Inner {
 
     /// One use more of a pool, with segments for a new one. Called with the driver lock held.
     fn add_use(&self, id: PoolId) -> Result<Pair> {
+        if id == PoolId(0, 0) {
+            return Err(Error::InvalidArgument("capture pool 0,0 stands for no pool; use other numbers".into()));
+        }
         let mut state = self.pools.state.lock();
         if let Some(pool) = state.pools.iter_mut().find(|pool| pool.id == id) {
             pool.uses += 1;
