@@ -112,6 +112,16 @@ fn a_verified_replay_passes_and_finds_injected_faults() {
 }
 
 #[test]
+fn a_peak_below_a_granule_gets_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = file(&folder, "little.trace", "a,0,1000,0,0\nf,0,10\n");
+    let report = json(&xseg(&["replay", &trace, "--limit", "1.02x", "--json"])).remove(0);
+    assert_eq!((report["limit"].as_u64(), &report["completed"]), (Some(2 * MIB), &true.into()), "{report}");
+    let least = json(&xseg(&["least", &trace, "--json", "--backend", "sim"])).remove(0);
+    assert_eq!(least["least"].as_u64(), Some(2 * MIB), "{least}");
+}
+
+#[test]
 fn least_is_the_first_of_21_steps() {
     let folder = tempfile::tempdir().unwrap();
     let trace = file(&folder, "gaps.trace", GAPS);

@@ -164,11 +164,11 @@ pub(super) fn jobs(text: &str) -> Result<usize, String> {
 }
 
 impl Limit {
-    /// In bytes; a factor is rounded down to a granule.
+    /// In bytes; a factor, of a granule at least, is rounded down to a granule.
     pub(super) fn bytes(self, peak_requested: u64) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes,
-            Self::Times(factor) => round_down(factor.of(peak_requested), GRANULE),
+            Self::Times(factor) => round_down(factor.of(peak_requested.max(GRANULE)), GRANULE),
         }
     }
 }

@@ -9,6 +9,7 @@ use crate::config::{BackendChoice, Config, Peers};
 use crate::replay::{Options, Outcome, Report, least};
 use crate::subjects::{self, Request, subject_for};
 use crate::trace::Trace;
+use crate::units::GRANULE;
 use std::io::Write;
 
 /// Exit status: a replay did not complete or found a mismatch.
@@ -38,7 +39,9 @@ pub(super) fn least(args: &RunArgs, out: &mut dyn Write) -> Result<u8, Failure> 
     session.each(out, |session, trace, allocator| {
         let peak = trace.peak_requested();
         let mut failed = Vec::new();
-        let found = least::search(peak, |limit| {
+        // No heap has less than a granule.
+        let from = peak.max(GRANULE);
+        let found = least::search(from, |limit| {
             let factor = limit as f64 / peak as f64;
             session.progress.spin(format!("{} with {allocator}: trying {factor:.4} times peak requested", trace.name));
             let Run { outcome, .. } = session.run(trace, allocator, Some(limit), false)?;
@@ -47,7 +50,7 @@ pub(super) fn least(args: &RunArgs, out: &mut dyn Write) -> Result<u8, Failure> 
             }
             Ok::<_, String>(outcome.completed())
         })?;
-        let mut report = session.report(trace, allocator, Some(found.unwrap_or(4 * peak)))?;
+        let mut report = session.report(trace, allocator, Some(found.unwrap_or(4 * from)))?;
         let below = |limit: u64| found.is_none_or(|found| limit < found);
         let mut above = None;
         if let Some(least) = found {
