@@ -16,7 +16,12 @@ void* const B = reinterpret_cast<void*>(0xb0);
 
 struct World {
   std::vector<std::string> said;
-  std::set<void*> registered, held, pending;
+  std::set<void*> registered, held;
+  // Streams that have work queued, and those that capture a graph.
+  std::set<void*> busy, capturing;
+  std::map<void*, void*> events;
+  bool waits = true;
+  int waited = 0;
   std::map<int, int64_t> used;
   int64_t limit = INT64_MAX;
   size_t memory = 1024 * MIB;
@@ -36,11 +41,22 @@ struct World {
           used[device] += bytes;
           return true;
         },
-        [this](int, void* stream) {
-          pending.insert(stream);
-          return stream;
+        [this](int, void* stream) { return capturing.count(stream) == 1; },
+        [this](int, void* stream) -> void* {
+          // It would be one of the graph's.
+          assert(capturing.count(stream) == 0);
+          auto* event = reinterpret_cast<void*>(next += 1);
+          events[event] = stream;
+          return event;
         },
-        [this](void* event) { return pending.count(event) == 0; },
+        [this](void* event) { return busy.count(events.at(event)) == 0; },
+        [this](void* event) { assert(events.erase(event) == 1); },
+        [this](int) {
+          if (!waits) return false;
+          waited++;
+          busy.clear();
+          return true;
+        },
     };
   }
   OwnPools::Source source() {
@@ -98,9 +114,10 @@ void a_pool_ends_with_its_last_block() {
   pools.release(0, ONE);
   assert(pools.uses(0, ONE) == 1 && pools.give(freed) && world.held.size() == 2);
   pools.release(0, ONE);
-  assert(world.held.size() == 1 && pools.any() && pools.uses(0, ONE) == 0);
+  assert(world.held.size() == 1 && pools.any() && pools.uses(0, ONE) == 0 && pools.uses(0, TWO) == std::nullopt);
   assert(pools.give(kept) && world.held.empty() && !pools.any() && !pools.knows(ONE));
   assert((world.said == std::vector<std::string>{"made 2", "made 4", "gone 4", "gone 2"}) && world.used[0] == 0);
+  assert(world.events.empty() && world.waited == 0);
 }
 
 void what_other_streams_use_waits_for_them() {
@@ -110,16 +127,89 @@ void what_other_streams_use_waits_for_them() {
   pools.begin(0, ONE, all);
   void* block = pools.take(0, 2 * MIB, A).block;
   assert(pools.use(block, B) && pools.use(block, B) && pools.use(block, A) && !pools.use(A, B));
+  world.busy = {B};
   assert(pools.give(block));
   void* second = pools.take(0, 2 * MIB, A).block;
-  assert(second != block);
-  pools.trim(ONE);
-  assert(world.held.count(block) == 1);
-  world.pending.clear();
+  assert(second != block && pools.trim(ONE) == 0 && world.held.count(block) == 1);
+  world.busy.clear();
   assert(pools.take(0, 2 * MIB, A).block == block);
-  assert(pools.give(block));
-  pools.trim({});
-  assert(world.held.count(block) == 0 && world.held.count(second) == 1);
+  // Its own stream may have it at once, but only who has passed gives it back.
+  world.busy = {A};
+  assert(pools.give(block) && pools.take(0, 2 * MIB, A).block == block && pools.give(block));
+  assert(pools.trim({}) == 0 && world.held.count(block) == 1);
+  world.busy.clear();
+  assert(pools.trim({}) == 2 * MIB && world.held.count(block) == 0 && world.held.count(second) == 1 && world.events.empty());
+}
+
+// What a graph was captured with is read and written by every replay, freed or not.
+void what_a_graph_has_stays_as_long_as_it() {
+  World world;
+  OwnPools pools(world.outside());
+  pools.make(0, ONE, world.source());
+  pools.make(0, TWO, world.source());
+  pools.begin(0, ONE, all);
+  void* before = pools.take(0, 2 * MIB, A).block;
+  assert(pools.give(before));
+  world.capturing = {A};
+  // A range that was free, and one that is made.
+  assert(pools.take(0, 2 * MIB, A).block == before);
+  void* within = pools.take(0, 4 * MIB, A).block;
+  assert(pools.give(before) && pools.give(within) && pools.take(0, 4 * MIB, A).block == within && pools.give(within));
+  world.capturing.clear();
+  pools.end(0, ONE);
+  // The graph has a use of its own beside that of the pool's owner.
+  assert(pools.uses(0, ONE) == 2 && pools.trim({}) == 0 && pools.trim(ONE) == 0);
+  pools.begin(0, TWO, all);
+  world.memory = 0;
+  assert(pools.take(0, 2 * MIB, A).block == nullptr && world.held.size() == 2);
+  pools.release(0, ONE);
+  assert(world.held.size() == 2 && world.waited == 0);
+  // While another graph may be captured nothing is waited for.
+  pools.release(0, ONE);
+  assert(world.held.size() == 2 && world.waited == 0);
+  pools.end(0, TWO);
+  // A last replay may still run, on whatever stream.
+  world.waits = false;
+  assert(pools.trim({}) == 0 && world.held.size() == 2);
+  world.waits = true;
+  assert(pools.trim({}) == 6 * MIB && world.held.empty() && world.waited == 1 && world.events.empty());
+}
+
+void what_other_streams_use_within_a_capture_waits_until_it_is_over() {
+  World world;
+  OwnPools pools(world.outside());
+  pools.make(0, ONE, world.source());
+  pools.begin(0, ONE, all);
+  world.capturing = {A, B};
+  void* block = pools.take(0, 2 * MIB, A).block;
+  assert(pools.use(block, B) && pools.give(block));
+  void* second = pools.take(0, 2 * MIB, A).block;
+  assert(second != block && world.events.empty());
+  world.capturing.clear();
+  world.busy = {B};
+  assert(pools.take(0, 2 * MIB, A).block != block);
+  world.busy.clear();
+  assert(pools.take(0, 2 * MIB, A).block == block);
+}
+
+void ends_come_in_any_order() {
+  World world;
+  OwnPools pools(world.outside());
+  assert(pools.begin(0, ONE, all) == OwnPools::Begun::unknown && !pools.end(0, ONE) && !pools.release(0, ONE) && !pools.retain(0, ONE));
+  pools.make(0, ONE, world.source());
+  assert(pools.begin(0, ONE, all) == OwnPools::Begun::yes && pools.begin(0, ONE, all) == OwnPools::Begun::open_already);
+  for (int more = 0; more < 3; more++) assert(pools.release(0, ONE));
+  assert(pools.uses(0, ONE) == 0 && pools.take(0, MIB, A).block != nullptr);
+  assert(pools.end(0, ONE) && !pools.take(0, MIB, A).ours && pools.any());
+  assert(pools.give(pools.ranges(ONE)[0].address) && !pools.any() && !pools.knows(ONE));
+  pools.make(0, ONE, world.source());
+  pools.begin(0, ONE, all);
+  pools.release(0, ONE);
+  pools.release(0, ONE);
+  assert(pools.any() && pools.end(0, ONE) && !pools.any());
+  // The same numbers on another device are another pool.
+  pools.make(1, ONE, world.source());
+  assert(pools.begin(1, ONE, all) == OwnPools::Begun::yes && !pools.end(0, ONE) && pools.end(1, ONE));
 }
 
 void the_innermost_pool_takes_what_its_filter_says() {
@@ -132,12 +222,8 @@ void the_innermost_pool_takes_what_its_filter_says() {
   void* first = pools.take(0, MIB, A).block;
   void* second = pools.take(0, MIB, B).block;
   assert(pools.ranges(ONE)[0].address == first && pools.ranges(TWO)[0].address == second && pools.ranges({}).size() == 2);
-  // A pool may be opened within itself.
-  pools.begin(0, ONE, all);
   pools.end(0, ONE);
-  assert(pools.take(0, MIB, A).ours);
-  pools.end(0, TWO);
-  assert(pools.take(0, MIB, B).ours && pools.ranges(TWO).size() == 1);
+  assert(!pools.take(0, MIB, A).ours && pools.take(0, MIB, B).ours && pools.ranges(TWO).size() == 2);
 }
 
 void out_of_memory_gives_free_ranges_back_first() {
@@ -152,8 +238,10 @@ void out_of_memory_gives_free_ranges_back_first() {
   assert(pools.give(block) && pools.take(0, 8 * MIB, B).block != nullptr && world.held.count(block) == 0);
   world.limit = INT64_MAX;
   world.memory = 0;
-  refused = pools.take(0, 4 * MIB, A);
-  assert(refused.ours && refused.block == nullptr && world.used[0] == static_cast<int64_t>(8 * MIB));
+  for (const size_t bytes : {4 * MIB, SIZE_MAX - 100, SIZE_MAX, SIZE_MAX / 2}) {
+    refused = pools.take(0, bytes, A);
+    assert(refused.ours && refused.block == nullptr && world.used[0] == static_cast<int64_t>(8 * MIB));
+  }
 }
 
 void threads() {
@@ -166,6 +254,10 @@ void threads() {
     announce(made, range);
   };
   outside.budget = [](int, int64_t) { return true; };
+  outside.capturing = [](int, void*) { return false; };
+  outside.record = [](int, void* stream) { return stream; };
+  outside.passed = [](void*) { return true; };
+  outside.drop = [](void*) {};
   OwnPools pools(outside);
   std::atomic<uintptr_t> next{1};
   OwnPools::Source source{
@@ -202,6 +294,9 @@ int main() {
   blocks_are_ranges_of_their_own();
   a_pool_ends_with_its_last_block();
   what_other_streams_use_waits_for_them();
+  what_a_graph_has_stays_as_long_as_it();
+  what_other_streams_use_within_a_capture_waits_until_it_is_over();
+  ends_come_in_any_order();
   the_innermost_pool_takes_what_its_filter_says();
   out_of_memory_gives_free_ranges_back_first();
   threads();

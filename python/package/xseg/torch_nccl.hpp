@@ -38,13 +38,29 @@ inline OwnPools::Source source(std::shared_ptr<cca::CUDAAllocator> other) {
           return nullptr;
         }
       },
-      [other](void* block) { other->raw_delete(block); },
+      [other](void* block) {
+        c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+        other->raw_delete(block);
+      },
   };
+}
+
+inline c10::DeviceGuard on(int device) {
+  return c10::DeviceGuard(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)));
+}
+
+// Whether a stream captures a graph; of the legacy default stream the answer is an error where another's capture forbids its use.
+inline bool capturing(int device, void* stream) {
+  const auto guard = on(device);
+  auto status = cudaStreamCaptureStatusNone;
+  const auto error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error == cudaErrorStreamCaptureImplicit || (error == cudaSuccess && status != cudaStreamCaptureStatusNone);
 }
 
 // An event of the work that is queued on a stream; null where that had to be waited for.
 inline void* record(int device, void* stream) {
-  c10::DeviceGuard guard(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)));
+  const auto guard = on(device);
   c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   cudaEvent_t event = nullptr;
   if (cudaEventCreateWithFlags(&event, cudaEventDisableTiming) == cudaSuccess) {
@@ -56,16 +72,27 @@ inline void* record(int device, void* stream) {
   return nullptr;
 }
 
-// Whether an event of `record` has completed; it is destroyed then.
+// Whether an event of `record` has completed.
 inline bool passed(void* event) {
   if (event == nullptr) return true;
   c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-  if (cudaEventQuery(static_cast<cudaEvent_t>(event)) == cudaErrorNotReady) {
-    (void)cudaGetLastError();
-    return false;
-  }
-  (void)cudaEventDestroy(static_cast<cudaEvent_t>(event));
-  return true;
+  const auto error = cudaEventQuery(static_cast<cudaEvent_t>(event));
+  // An error stays the thread's last one, which the next launch would take for its own.
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  // That of a capture never completes.
+  return error != cudaErrorNotReady && error != cudaErrorCapturedEvent;
+}
+
+inline void drop(void* event) {
+  if (event != nullptr) (void)cudaEventDestroy(static_cast<cudaEvent_t>(event));
+}
+
+// Waits for all that is queued on a device; no graph may be captured meanwhile.
+inline bool idle(int device) {
+  const auto guard = on(device);
+  if (cudaDeviceSynchronize() == cudaSuccess) return true;
+  (void)cudaGetLastError();
+  return false;
 }
 
 }  // namespace xseg_torch

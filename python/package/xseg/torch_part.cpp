@@ -105,7 +105,7 @@ class Allocator final : public CUDAPluggableAllocator {
   }
   double getMemoryFraction(c10::DeviceIndex device) override {
     std::lock_guard<std::mutex> lock(budget_mutex_);
-    const auto limit = static_cast<double>(limit_of(device)) + static_cast<double>(in_pools_[device]);
+    const auto limit = static_cast<double>(limit_of(device)) + static_cast<double>(in_pools_[device]) - static_cast<double>(over_[device]);
     return limit / static_cast<double>(xseg_torch::memory_of(device).second);
   }
   void setMemoryFraction(double fraction, c10::DeviceIndex device) override {
@@ -113,6 +113,7 @@ class Allocator final : public CUDAPluggableAllocator {
     const auto bytes = static_cast<uint64_t>(fraction * static_cast<double>(xseg_torch::memory_of(device).second));
     std::lock_guard<std::mutex> lock(budget_mutex_);
     check(xseg_set_limit(heap_of(device), bytes - std::min(bytes, in_pools_[device]), nullptr), "set the limit");
+    over_[device] = in_pools_[device] - std::min(bytes, in_pools_[device]);
   }
   // What a pool with an allocator of its own takes is the heap's no more: its limit falls by that much, or the pool may not.
   bool pools_grow(int device, int64_t bytes) {
@@ -120,12 +121,16 @@ class Allocator final : public CUDAPluggableAllocator {
     const uint64_t limit = limit_of(device);
     if (limit != UINT64_MAX) {
       if (bytes > 0 && static_cast<uint64_t>(bytes) > limit) return false;
+      // What the pools have above the limit is nobody's when they give it back.
+      const int64_t above = bytes < 0 ? std::min(static_cast<int64_t>(over_[device]), -bytes) : 0;
+      const uint64_t left = limit - bytes - above;
       uint64_t reserved = 0;
-      check(xseg_set_limit(heap_of(device), limit - bytes, &reserved), "set the limit");
-      if (bytes > 0 && reserved > limit - bytes) {
+      check(xseg_set_limit(heap_of(device), left, &reserved), "set the limit");
+      if (bytes > 0 && reserved > left) {
         check(xseg_set_limit(heap_of(device), limit, nullptr), "set the limit");
         return false;
       }
+      over_[device] -= above;
     }
     in_pools_[device] += bytes;
     return true;
@@ -203,17 +208,17 @@ class Allocator final : public CUDAPluggableAllocator {
   }
 
   void beginAllocateToPool(c10::DeviceIndex device, MempoolId_t pool, Filter filter) override {
-    if (own_pools.knows(device, {pool.first, pool.second})) {
-      auto takes = [filter](void* stream) { return filter(static_cast<cudaStream_t>(stream)); };
-      return own_pools.begin(device, {pool.first, pool.second}, std::move(takes));
-    }
+    const auto own_takes = [filter](void* stream) { return filter(static_cast<cudaStream_t>(stream)); };
+    const auto begun = own_pools.begin(device, {pool.first, pool.second}, own_takes);
+    TORCH_CHECK(begun != OwnPools::Begun::open_already, "allocations go to pool ", pool.first, ",", pool.second, " already; end that first");
+    if (begun == OwnPools::Begun::yes) return;
     std::lock_guard<std::mutex> lock(pools_mutex_);
     auto own = std::make_unique<Filter>(std::move(filter));
     check(xseg_device_begin_pool(device, {pool.first, pool.second}, &takes, own.get()), "open a pool");
     filters_[{device, pool}].push_back(std::move(own));
   }
   void endAllocateToPool(c10::DeviceIndex device, MempoolId_t pool) override {
-    if (own_pools.knows(device, {pool.first, pool.second})) return own_pools.end(device, {pool.first, pool.second});
+    if (own_pools.end(device, {pool.first, pool.second})) return;
     std::lock_guard<std::mutex> lock(pools_mutex_);
     check(xseg_device_end_pool(device, {pool.first, pool.second}), "close a pool");
     auto& filters = filters_[{device, pool}];
@@ -224,7 +229,7 @@ class Allocator final : public CUDAPluggableAllocator {
     xseg_heap* heap = nullptr;
     auto status = xseg_device_heap(device, &heap);
     if (status == XSEG_OK) {
-      if (own_pools.knows(device, {pool.first, pool.second})) return own_pools.release(device, {pool.first, pool.second});
+      if (own_pools.release(device, {pool.first, pool.second})) return;
       status = xseg_release_capture(heap, {pool.first, pool.second});
     }
     if (status != XSEG_OK) TORCH_WARN("xseg could not release a pool: ", xseg_last_error());
@@ -237,11 +242,11 @@ class Allocator final : public CUDAPluggableAllocator {
     std::shared_ptr<CUDAAllocator> other(std::shared_ptr<void>(), given);
 #endif
     if (other != nullptr && other.get() != this) return own_pools.make(device, {pool.first, pool.second}, xseg_torch::source(std::move(other)));
-    if (own_pools.knows(device, {pool.first, pool.second})) return own_pools.retain(device, {pool.first, pool.second});
+    if (own_pools.retain(device, {pool.first, pool.second})) return;
     check(xseg_retain_capture(heap_of(device), {pool.first, pool.second}), "make a pool");
   }
   int getPoolUseCount(c10::DeviceIndex device, MempoolId_t pool) override {
-    if (own_pools.knows(device, {pool.first, pool.second})) return own_pools.uses(device, {pool.first, pool.second});
+    if (const auto own = own_pools.uses(device, {pool.first, pool.second})) return *own;
     uint32_t uses = 0;
     check(xseg_capture_uses(heap_of(device), {pool.first, pool.second}, &uses), "count the uses of a pool");
     return static_cast<int>(uses);
@@ -283,6 +288,13 @@ class Allocator final : public CUDAPluggableAllocator {
   }
   std::string name() override { return "xseg"; }
 
+  // Waits for a device, where no pool is open into which a graph may be captured.
+  bool wait_for(int device) {
+    std::lock_guard<std::mutex> lock(pools_mutex_);
+    const bool open = std::any_of(filters_.begin(), filters_.end(), [](const auto& one) { return !one.second.empty(); });
+    return !open && xseg_torch::idle(device);
+  }
+
   // Before the exception for it: PyTorch's observers.
   void tell_out_of_memory(int device, size_t bytes) {
     std::vector<cca::OutOfMemoryObserver> told;
@@ -317,6 +329,8 @@ class Allocator final : public CUDAPluggableAllocator {
   std::mutex budget_mutex_;
   // Bytes of pools with an allocator of their own.
   uint64_t in_pools_[kDevices] = {};
+  // How much of them is above the limit: it was set below what they had.
+  uint64_t over_[kDevices] = {};
   std::mutex pools_mutex_;
   std::map<std::pair<int, MempoolId_t>, std::vector<std::unique_ptr<Filter>>> filters_;
   Figures since_[kDevices];
@@ -336,7 +350,7 @@ void report(void* block, int64_t bytes, int device) {
 
 // Lets others that hold memory give some up, as PyTorch's own allocator does; says whether any did.
 bool others_freed() {
-  bool freed = false;
+  bool freed = own_pools.any() && own_pools.trim({}) > 0;
   for (const auto& name : c10::FreeCudaMemoryCallbacksRegistry()->Keys()) {
     freed |= c10::FreeCudaMemoryCallbacksRegistry()->Create(name)->Execute();
   }
@@ -352,8 +366,11 @@ OwnPools::Outside outside() {
                                               c10::getApproximateTime()));
       },
       [](int device, int64_t bytes) { return allocator()->pools_grow(device, bytes); },
+      &xseg_torch::capturing,
       &xseg_torch::record,
       &xseg_torch::passed,
+      &xseg_torch::drop,
+      [](int device) { return allocator()->wait_for(device); },
   };
 }
 

@@ -10,6 +10,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -28,6 +29,16 @@ class OwnPools {
     std::function<void(void* block)> give;
   };
 
+  // What a free waits for: that a stream has done what was queued.
+  struct Wait {
+    void* stream = nullptr;
+    void* event = nullptr;
+    // Not while the stream captures a graph, to which an event would belong.
+    bool recorded = false;
+    // The range's own stream, which may have the range again at once.
+    bool own = false;
+  };
+
   struct Range {
     void* address = nullptr;
     size_t bytes = 0;
@@ -38,8 +49,10 @@ class OwnPools {
     // Counts the ranges as they were made.
     int32_t order = 0;
     bool live = false;
+    // A graph was captured with it, and uses it in every replay, freed or not: it stays until the pool is over.
+    bool captured = false;
     std::vector<void*> used_on;
-    std::vector<void*> events;
+    std::vector<Wait> waits;
   };
 
   struct Outside {
@@ -47,10 +60,16 @@ class OwnPools {
     std::function<void(bool made, const Range& range)> announce;
     // May a device's pools grow by that many bytes? Told of a shrink by a negative number.
     std::function<bool(int device, int64_t bytes)> budget;
+    // Does a stream capture a graph?
+    std::function<bool(int device, void* stream)> capturing;
     // An event that completes when the work queued on a stream of a device has.
     std::function<void*(int device, void* stream)> record;
-    // Whether it has; it is destroyed if so.
+    // Whether it has.
     std::function<bool(void* event)> passed;
+    // Ends an event.
+    std::function<void(void* event)> drop;
+    // Waits until a device has done all that was queued; false where that cannot be, since a graph is captured. Called without the lock.
+    std::function<bool(int device)> idle;
   };
 
   struct Taken {
@@ -72,10 +91,6 @@ class OwnPools {
   // Whether there is any pool, or a block of one: what is asked on every allocation and free.
   bool any() const { return any_.load(std::memory_order_relaxed); }
 
-  bool knows(int device, Id id) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return pools_.count({device, id}) != 0;
-  }
   bool knows(Id id) {
     std::lock_guard<std::mutex> lock(mutex_);
     return std::any_of(pools_.begin(), pools_.end(), [&](const auto& pool) { return pool.first.second == id; });
@@ -89,69 +104,90 @@ class OwnPools {
     pool.uses++;
     any_.store(true, std::memory_order_relaxed);
   }
-  void retain(int device, Id id) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    pools_.at({device, id}).uses++;
-  }
-  int uses(int device, Id id) {
+  // One use more; false for a pool that is not known.
+  bool retain(int device, Id id) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto pool = pools_.find({device, id});
-    return pool == pools_.end() ? 0 : pool->second.uses;
+    if (pool == pools_.end()) return false;
+    pool->second.uses++;
+    return true;
+  }
+  // None for a pool that is not known.
+  std::optional<int> uses(int device, Id id) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto pool = pools_.find({device, id});
+    if (pool == pools_.end()) return std::nullopt;
+    return pool->second.uses;
   }
 
-  // From now on requests that the filter takes come from the pool, which gets one use more.
-  void begin(int device, Id id, Filter filter) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto& pool = pools_.at({device, id});
-    pool.uses++;
-    pool.filters.push_back(std::move(filter));
-    open_.push_back({device, id});
-  }
-  void end(int device, Id id) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto& pool = pools_.at({device, id});
-    if (!pool.filters.empty()) pool.filters.pop_back();
-    const auto last = std::find(open_.rbegin(), open_.rend(), Key{device, id});
-    if (last != open_.rend()) open_.erase(std::next(last).base());
-  }
+  enum class Begun { yes, unknown, open_already };
 
-  // Ends one use; with the last one the pool gives back what is free now, and the rest as it is freed.
-  void release(int device, Id id) {
+  // From now on requests that the filter takes come from the pool, which gets one use more. It may be open once: nobody could tell
+  // whose end it is that comes.
+  Begun begin(int device, Id id, Filter filter) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto pool = pools_.find({device, id});
+    if (pool == pools_.end()) return Begun::unknown;
+    if (is_open(pool->first)) return Begun::open_already;
+    pool->second.uses++;
+    open_.emplace_back(pool->first, std::move(filter));
+    return Begun::yes;
+  }
+  // False for a pool that is not known.
+  bool end(int device, Id id) {
+    const Key key{device, id};
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      const auto pool = pools_.find({device, id});
-      if (pool == pools_.end() || --pool->second.uses > 0) return;
+      if (pools_.count(key) == 0) return false;
+      open_.erase(std::remove_if(open_.begin(), open_.end(), [&](const auto& one) { return one.first == key; }), open_.end());
     }
-    sweep([&](const Range& range) { return range.device == device && range.pool == id; });
+    // Its last use may have ended before.
+    sweep(key, false);
+    return true;
+  }
+
+  // Ends one use; with the last one the pool gives back what is free now, and the rest as it is freed. False for a pool that is not
+  // known.
+  bool release(int device, Id id) {
+    const Key key{device, id};
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const auto pool = pools_.find(key);
+      if (pool == pools_.end()) return false;
+      if (pool->second.uses > 0) pool->second.uses--;
+      if (pool->second.uses > 0) return true;
+    }
+    sweep(key, true);
+    return true;
   }
 
   Taken take(int device, size_t bytes, void* stream) {
-    const size_t need = std::max((bytes + kGranule - 1) / kGranule, size_t{1}) * kGranule;
     Key key;
     Source source;
+    size_t need = 0;
+    bool captured = false;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       // The pool that was opened last, as contexts nest.
-      const auto wanted = std::find_if(open_.rbegin(), open_.rend(), [&](const Key& one) {
-        if (one.first != device) return false;
-        const auto& filters = pools_.at(one).filters;
-        return std::any_of(filters.begin(), filters.end(), [&](const Filter& takes) { return takes(stream); });
-      });
+      const auto wanted = std::find_if(open_.rbegin(), open_.rend(),
+                                       [&](const auto& one) { return one.first.first == device && one.second(stream); });
       if (wanted == open_.rend()) return {};
-      key = *wanted;
-      if (void* block = reuse(key, need, bytes, stream)) return {true, block};
+      // More than any device has, and more than fits into the sums here.
+      if (bytes > size_t{1} << 62) return {true, nullptr};
+      need = std::max((bytes + kGranule - 1) / kGranule, size_t{1}) * kGranule;
+      key = wanted->first;
+      captured = outside_.capturing(device, stream);
+      if (void* block = reuse(key, need, bytes, stream, captured)) return {true, block};
       source = pools_.at(key).source;
     }
     void* block = grow(device, need, source);
-    if (block == nullptr) {
-      sweep([&](const Range& range) { return range.device == device; });
-      block = grow(device, need, source);
-    }
+    // What gives memory back may wait for the device, which no capture may.
+    if (block == nullptr && !captured && trim_device(device) > 0) block = grow(device, need, source);
     if (block == nullptr) return {true, nullptr};
     Range range;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      auto& made = ranges_[block];
+      auto& made = pools_.at(key).ranges[block];
       made.address = block;
       made.bytes = need;
       made.requested = bytes;
@@ -160,6 +196,8 @@ class OwnPools {
       made.pool = key.second;
       made.order = next_++;
       made.live = true;
+      made.captured = captured;
+      owners_[block] = key;
       auto& figures = figures_[device];
       figures.reserved += need;
       figures.peak_reserved = std::max(figures.peak_reserved, figures.reserved);
@@ -172,30 +210,32 @@ class OwnPools {
 
   // Frees a block; false for one that is of no pool.
   bool give(void* block) {
+    Key key;
     bool ended = false;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      const auto found = ranges_.find(block);
-      if (found == ranges_.end() || !found->second.live) return false;
-      auto& range = found->second;
-      count(range, false);
-      range.live = false;
-      for (void* stream : range.used_on) range.events.push_back(outside_.record(range.device, stream));
-      range.used_on.clear();
-      const auto pool = pools_.find({range.device, range.pool});
-      ended = pool == pools_.end() || pool->second.uses <= 0;
+      auto* range = find(block);
+      if (range == nullptr || !range->live) return false;
+      count(*range, false);
+      range->live = false;
+      for (void* stream : range->used_on) range->waits.push_back({stream, nullptr, false, false});
+      range->used_on.clear();
+      range->waits.push_back({range->stream, nullptr, false, true});
+      arm(*range);
+      key = owners_.at(block);
+      ended = pools_.at(key).uses <= 0;
     }
-    if (ended) sweep([&](const Range& range) { return range.address == block; });
+    if (ended) sweep(key, true, block);
     return true;
   }
 
   // Says that work on a stream uses a block; false for one that is of no pool.
   bool use(void* block, void* stream) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = ranges_.find(block);
-    if (found == ranges_.end() || !found->second.live) return false;
-    auto& streams = found->second.used_on;
-    const bool known = stream == found->second.stream || std::find(streams.begin(), streams.end(), stream) != streams.end();
+    auto* range = find(block);
+    if (range == nullptr || !range->live) return false;
+    auto& streams = range->used_on;
+    const bool known = stream == range->stream || std::find(streams.begin(), streams.end(), stream) != streams.end();
     if (!known) streams.push_back(stream);
     return true;
   }
@@ -203,21 +243,22 @@ class OwnPools {
   // Bytes of a block's range; 0 for one that is of no pool.
   size_t size(void* block) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = ranges_.find(block);
-    return found == ranges_.end() ? 0 : found->second.bytes;
+    const auto* range = find(block);
+    return range == nullptr ? 0 : range->bytes;
   }
 
-  // Gives free ranges back: of one pool, or of all where `id` is zeros.
-  void trim(Id id) {
-    sweep([&](const Range& range) { return id == Id{} || range.pool == id; });
+  // Gives free ranges back: of one pool, or of all where `id` is zeros. Bytes.
+  size_t trim(Id id) {
+    return sweep_all([&](const Key& key) { return id == Id{} || key.second == id; });
   }
 
   // The ranges of one pool, or of all where `id` is zeros, by age.
   std::vector<Range> ranges(Id id) {
     std::vector<Range> found;
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& [address, range] : ranges_) {
-      if (id == Id{} || range.pool == id) found.push_back(range);
+    for (const auto& [key, pool] : pools_) {
+      if (id != Id{} && key.second != id) continue;
+      for (const auto& [address, range] : pool.ranges) found.push_back(range);
     }
     std::sort(found.begin(), found.end(), [](const Range& a, const Range& b) { return a.order < b.order; });
     return found;
@@ -240,29 +281,60 @@ class OwnPools {
   struct Pool {
     Source source;
     int uses = 0;
-    std::vector<Filter> filters;
+    std::unordered_map<void*, Range> ranges;
   };
 
-  // A free range of the same stream that is not much too large. Called with the lock.
-  void* reuse(const Key& key, size_t need, size_t bytes, void* stream) {
+  // All that follow are called with the lock, but for those that say otherwise.
+
+  bool is_open(const Key& key) const {
+    return std::any_of(open_.begin(), open_.end(), [&](const auto& one) { return one.first == key; });
+  }
+
+  Range* find(void* block) {
+    const auto owner = owners_.find(block);
+    return owner == owners_.end() ? nullptr : &pools_.at(owner->second).ranges.at(block);
+  }
+
+  // A free range of the same stream that is not much too large.
+  void* reuse(const Key& key, size_t need, size_t bytes, void* stream, bool captured) {
     Range* best = nullptr;
-    for (auto& [address, range] : ranges_) {
-      if (range.live || range.device != key.first || range.pool != key.second || range.stream != stream) continue;
-      if (range.bytes < need || range.bytes > need + need / 4 || !settled(range)) continue;
-      if (best == nullptr || std::make_pair(range.bytes, range.order) < std::make_pair(best->bytes, best->order)) best = &range;
+    for (auto& [address, range] : pools_.at(key).ranges) {
+      if (range.live || range.stream != stream || range.bytes < need || range.bytes > need + need / 4) continue;
+      if (best != nullptr && std::make_pair(best->bytes, best->order) < std::make_pair(range.bytes, range.order)) continue;
+      if (settled(range, true)) best = &range;
     }
     if (best == nullptr) return nullptr;
+    for (const auto& wait : best->waits) {
+      if (wait.recorded) outside_.drop(wait.event);
+    }
+    best->waits.clear();
     best->live = true;
+    best->captured |= captured;
     best->requested = bytes;
     count(*best, true);
     return best->address;
   }
 
-  // Whether the streams that used a range have passed its free. Called with the lock.
-  bool settled(Range& range) {
-    auto& events = range.events;
-    events.erase(std::remove_if(events.begin(), events.end(), [&](void* event) { return outside_.passed(event); }), events.end());
-    return events.empty();
+  // Records the events of a free range that could not be before.
+  void arm(Range& range) {
+    for (auto& wait : range.waits) {
+      if (wait.recorded || outside_.capturing(range.device, wait.stream)) continue;
+      wait.event = outside_.record(range.device, wait.stream);
+      wait.recorded = true;
+    }
+  }
+
+  // Whether the streams that used a range have passed its free, but for its own where that asks.
+  bool settled(Range& range, bool for_own) {
+    arm(range);
+    auto& waits = range.waits;
+    const auto over = [&](const Wait& wait) {
+      if (!wait.recorded || !outside_.passed(wait.event)) return false;
+      outside_.drop(wait.event);
+      return true;
+    };
+    waits.erase(std::remove_if(waits.begin(), waits.end(), over), waits.end());
+    return std::all_of(waits.begin(), waits.end(), [&](const Wait& wait) { return for_own && wait.own; });
   }
 
   void count(const Range& range, bool up) {
@@ -273,6 +345,7 @@ class OwnPools {
     figures.peak_requested = std::max(figures.peak_requested, figures.requested);
   }
 
+  // Called without the lock.
   void* grow(int device, size_t bytes, const Source& source) {
     const auto size = static_cast<int64_t>(bytes);
     if (!outside_.budget(device, size)) return nullptr;
@@ -281,43 +354,91 @@ class OwnPools {
     return block;
   }
 
-  // Gives back free ranges that `wanted` says, and forgets pools that are over.
-  void sweep(const std::function<bool(const Range&)>& wanted) {
-    std::vector<std::pair<Range, Source>> going;
+  // Called without the lock.
+  size_t trim_device(int device) {
+    return sweep_all([&](const Key& key) { return key.first == device; });
+  }
+
+  // Called without the lock.
+  size_t sweep_all(const std::function<bool(const Key&)>& wanted) {
+    std::vector<Key> keys;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      for (auto at = ranges_.begin(); at != ranges_.end();) {
-        auto& range = at->second;
-        if (range.live || !wanted(range) || !settled(range)) {
-          ++at;
-          continue;
-        }
+      for (const auto& [key, pool] : pools_) {
+        if (wanted(key)) keys.push_back(key);
+      }
+    }
+    size_t bytes = 0;
+    for (const Key& key : keys) bytes += sweep(key, true);
+    return bytes;
+  }
+
+  // Gives back free ranges of a pool, or one of them, and forgets it where it is over. Bytes. Called without the lock.
+  size_t sweep(const Key& key, bool ranges, void* only = nullptr) {
+    // Frees never wait.
+    const bool idle = ranges && only == nullptr && has_captured(key) && outside_.idle(key.first);
+    std::vector<Range> going;
+    Source source;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const auto found = pools_.find(key);
+      if (found == pools_.end()) return 0;
+      auto& pool = found->second;
+      source = pool.source;
+      const auto goes = [&](Range& range) {
+        return !range.live && settled(range, false) && (!range.captured || (idle && pool.uses <= 0));
+      };
+      const auto go = [&](const Range& range) {
         figures_[range.device].reserved -= range.bytes;
-        going.emplace_back(range, pools_.at({range.device, range.pool}).source);
-        at = ranges_.erase(at);
+        owners_.erase(range.address);
+        going.push_back(range);
+      };
+      if (only != nullptr) {
+        const auto at = pool.ranges.find(only);
+        if (at != pool.ranges.end() && goes(at->second)) {
+          go(at->second);
+          pool.ranges.erase(at);
+        }
+      } else if (ranges) {
+        for (auto at = pool.ranges.begin(); at != pool.ranges.end();) {
+          if (goes(at->second)) {
+            go(at->second);
+            at = pool.ranges.erase(at);
+          } else {
+            ++at;
+          }
+        }
       }
-      for (auto at = pools_.begin(); at != pools_.end();) {
-        const bool held = std::any_of(ranges_.begin(), ranges_.end(), [&](const auto& one) {
-          return one.second.device == at->first.first && one.second.pool == at->first.second;
-        });
-        at = at->second.uses <= 0 && !held ? pools_.erase(at) : std::next(at);
-      }
+      if (pool.uses <= 0 && pool.ranges.empty() && !is_open(key)) pools_.erase(found);
       any_.store(!pools_.empty(), std::memory_order_relaxed);
     }
-    for (auto& [range, source] : going) {
+    size_t bytes = 0;
+    for (const auto& range : going) {
       outside_.announce(false, range);
       source.give(range.address);
       outside_.budget(range.device, -static_cast<int64_t>(range.bytes));
+      bytes += range.bytes;
     }
+    return bytes;
+  }
+
+  // Whether a pool that is over has free ranges of graphs, whose last replays may still run on any stream, and none is open, into which
+  // a graph may be captured. Called without the lock.
+  bool has_captured(const Key& key) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = pools_.find(key);
+    if (found == pools_.end() || found->second.uses > 0 || !open_.empty()) return false;
+    const auto& ranges = found->second.ranges;
+    return std::any_of(ranges.begin(), ranges.end(), [](const auto& one) { return one.second.captured && !one.second.live; });
   }
 
   Outside outside_;
   std::atomic<bool> any_{false};
   std::mutex mutex_;
   std::map<Key, Pool> pools_;
-  // Pools that are open, the last opened at the end.
-  std::vector<Key> open_;
-  std::unordered_map<void*, Range> ranges_;
+  // Pools that are open, each once and the last opened at the end, with what they take.
+  std::vector<std::pair<Key, Filter>> open_;
+  std::unordered_map<void*, Key> owners_;
   std::map<int, Figures> figures_;
   int32_t next_ = 0;
 };
