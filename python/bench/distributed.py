@@ -310,7 +310,11 @@ def arguments() -> argparse.ArgumentParser:
         help="tokens of the longest batch; the shortest has an eighth (default %(default)s)",
     )
     add("--turns", action="store_true", help=argparse.SUPPRESS)
-    add("--small", action="store_true", help="a small model, for ranks without a GPU; overrides the five above")
+    add(
+        "--small",
+        action="store_true",
+        help="a small model, which ranks without a GPU train anyway; overrides the five above",
+    )
     compare = parser.add_argument_group("comparisons on this host")
     add = compare.add_argument
     add("--compare", action="store_true", help="start the ranks of several runs")
@@ -384,7 +388,8 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = arguments().parse_args()
-    if args.small:
+    if args.small or not (args.summary or gpus_here()):
+        args.small = True
         args.width, args.layers, args.vocabulary, args.batch, args.length = SMALL
     if args.compare or args.summary:
         import comparison
