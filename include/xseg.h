@@ -208,7 +208,7 @@ typedef struct xseg_statistics {
   uint64_t allocs;
   // Frees so far.
   uint64_t frees;
-  // Allocations that needed more than a fitting free block.
+  // Requests, also those that failed, that needed more than a fitting free block.
   uint64_t slow_allocs;
   // Requests that ended in an out-of-memory error.
   uint64_t ooms;

@@ -88,7 +88,7 @@ fn text_that_is_not_readable_is_shown_escaped() {
 #[test]
 fn the_switch_of_the_python_package_is_told_from_a_key() {
     let why = error("off");
-    assert!(why.contains("`off` is for `xseg.install()` in Python"), "{why}");
+    assert!(why.contains("`off` stands alone, and is for `xseg.install()` in Python"), "{why}");
 }
 
 #[test]

@@ -51,7 +51,7 @@ pub struct xseg_statistics {
     pub allocs: u64,
     /// Frees so far.
     pub frees: u64,
-    /// Allocations that needed more than a fitting free block.
+    /// Requests, also those that failed, that needed more than a fitting free block.
     pub slow_allocs: u64,
     /// Requests that ended in an out-of-memory error.
     pub ooms: u64,

@@ -156,7 +156,7 @@ fn no_value(entry: &str) -> String {
         _ => match KEYS.iter().find(|key| key.name == entry) {
             Some(key) => format!("`{entry}` has no value; allowed: {}", key.values),
             None if entry == "off" => {
-                "`off` is for `xseg.install()` in Python, which leaves PyTorch its own allocator then; for all else unset XSEG_CONF, or leave it empty"
+                "`off` stands alone, and is for `xseg.install()` in Python, which leaves PyTorch its own allocator then; for all else unset XSEG_CONF, or leave it empty"
                     .to_owned()
             }
             None => format!("{shown} has no value; write `key:value`, with one of the keys {}", names()),
