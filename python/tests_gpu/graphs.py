@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from typing import Any
 
-from common import MIB, check, full_only, start
+from common import GIB, MIB, check, full_only, start
 
 
 @check
@@ -72,9 +73,8 @@ def mempool() -> Any:
     segments = pool.snapshot()
     assert sum(segment["total_size"] for segment in segments) >= 16 * MIB, segments
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.use_mem_pool(pool):
-        with torch.cuda.graph(graph, pool=pool.id):
-            made = inside * 2
+    with torch.cuda.graph(graph, pool=pool.id):
+        made = inside * 2
     graph.replay()
     assert made.mean().item() == 6
     del inside, made, graph, pool
@@ -83,6 +83,75 @@ def mempool() -> Any:
     torch.cuda.empty_cache()
     assert xseg.stats()["captured"] == 0, xseg.stats()["captured"]
     return captured
+
+
+@full_only
+def own_mempool() -> Any:
+    """A pool with an allocator of its own: what a graph was captured with stays, whoever wants memory meanwhile."""
+    torch = start("limit:2GiB")
+    import xseg
+
+    driver = ctypes.CDLL("libcuda.so.1")
+    held: dict[int, int] = {}
+
+    @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    def take(size: int, device: int, stream: int) -> Any:
+        address = ctypes.c_uint64()
+        if driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)):
+            return None
+        held[address.value] = size
+        return address.value
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    def give(address: int, size: int, device: int, stream: int) -> None:
+        del held[address]
+        driver.cuMemFree_v2(ctypes.c_uint64(address))
+
+    functions = (ctypes.cast(function, ctypes.c_void_p).value for function in (take, give))
+    pool = torch.cuda.MemPool(torch._C._cuda_customAllocator(*functions))
+    with torch.cuda.use_mem_pool(pool):
+        inside = torch.full((4 * MIB,), 3.0, device="cuda")
+        try:
+            with torch.cuda.use_mem_pool(pool):
+                raise AssertionError("the pool was opened twice")
+        except RuntimeError as error:
+            assert "already" in str(error), error
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool.id):
+        between = inside * 2
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            late = between + 5
+            for _ in range(20):
+                late = late + between
+        between.record_stream(side)
+        # Freed within the capture, while the side stream reads it.
+        del between
+        other = torch.full((4 * MIB,), 9.0, device="cuda")
+        torch.cuda.current_stream().wait_stream(side)
+    count = len(held)
+    torch.cuda.empty_cache()
+    for round_ in range(5):
+        noise = [torch.full(((round_ + 1) * MIB,), float(round_), device="cuda") for _ in range(8)]
+        try:
+            with torch.cuda.use_mem_pool(pool):
+                torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
+            raise AssertionError("the pool grew beyond the limit")
+        except torch.OutOfMemoryError:
+            pass
+        del noise
+        inside.fill_(float(round_))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert (late == 42 * round_ + 5).all().item() and (other == 9).all().item(), round_
+    assert len(held) >= count >= 4 and torch.cuda.memory_reserved() > sum(held.values()), (count, held)
+    replays = len(held)
+    graph.replay()
+    del graph, late, other, inside, pool
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert not held and torch.cuda.memory_reserved() == xseg.stats()["reserved"], held
+    return {"ranges": replays}
 
 
 @full_only
