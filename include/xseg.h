@@ -723,25 +723,23 @@ void xseg_torch_memory_fraction(double fraction, int device);
 void *xseg_torch_base_alloc(void *block, size_t *size);
 
 // `CUDAPluggableAllocator`'s opening of a pool. The filter of C++ cannot be called from here: what is taken is what streams that
-// capture a graph ask for.
+// capture a graph ask for. A pool that is open is not opened again.
 //
 // What the caller promises:
-// None: `filter` is not followed.
+// The caller is C++ that catches exceptions, or lets itself be unwound: a refusal is `std::runtime_error`. `filter` is not followed.
 void xseg_torch_begin_pool(int device,
                            uint64_t first,
                            uint64_t second,
                            void *filter);
 
-// A pool is opened with a filter of the caller's; see `xseg_begin_capture`. A pool may be opened again while it is open.
+// A pool is opened with a filter of the caller's; see `xseg_begin_capture`. While a pool is open a second opening
+// of it is refused, from whichever thread.
 //
 // What the caller promises:
 // As `xseg_begin_capture`.
-enum xseg_status xseg_device_begin_pool(int device,
-                                        struct xseg_pool pool,
-                                        xseg_stream_filter filter,
-                                        void *user);
+enum xseg_status xseg_device_begin_pool(int device, struct xseg_pool pool, xseg_stream_filter filter, void *user);
 
-// Ends the last `xseg_device_begin_pool` of a pool. Its filter is not called any more when this returns.
+// Ends `xseg_device_begin_pool` of a pool. Its filter is not called any more when this returns.
 enum xseg_status xseg_device_end_pool(int device, struct xseg_pool pool);
 
 // `CUDAPluggableAllocator`'s end of a pool's opening.

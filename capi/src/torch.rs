@@ -1,7 +1,7 @@
 //! The functions that PyTorch's `CUDAPluggableAllocator` calls, with its types.
 //!
-//! `alloc` throws a C++ exception when it has no memory, because PyTorch looks at no error code; it is the one
-//! kind of function here that another language's exception leaves. The C++ part of the Python package does not
+//! `alloc` throws a C++ exception when it has no memory, and the opening of a pool when it is refused, because PyTorch looks
+//! at no error code; they are the only functions here that another language's exception leaves. The C++ part of the Python package does not
 //! use these but `xseg_device_alloc` and the rest, and throws PyTorch's own type.
 
 use crate::devices::{allocate, device, devices, forked, free, record_use};
@@ -100,69 +100,70 @@ pub unsafe extern "C" fn xseg_torch_base_alloc(block: *mut c_void, size: *mut us
     block
 }
 
-type Filter = Arc<dyn Fn(StreamId) -> bool + Send + Sync>;
-type Filters = Arc<RwLock<Vec<Filter>>>;
+/// What an open pool takes.
+type Filter = Box<dyn Fn(StreamId) -> bool + Send + Sync>;
+/// Empty once the pool's opening has ended, also for requests that are still on their way.
+type Gate = Arc<RwLock<Option<Filter>>>;
 /// By device and pool.
-type Open = HashMap<(c_int, u64, u64), Filters>;
+type Open = HashMap<(c_int, PoolId), Gate>;
 
-/// Pools that are open, with what each opening takes: PyTorch opens a pool for a capture within the same pool's
-/// `use_mem_pool`, where the heap knows one recording a pool.
+/// Pools that are open.
 static OPEN: Mutex<Option<Open>> = Mutex::new(None);
 
-/// Opens a pool, again if it is open.
+/// Opens a pool. A second opening at once is refused, as PyTorch's own allocator does: an end names only the pool, so that
+/// one's end would be the other's.
 pub(crate) fn begin_pool(device: c_int, pool: PoolId, filter: Filter) -> Result<(), Failure> {
     let heap = &self::device(device)?.heap;
     let mut open = OPEN.lock();
     let open = open.get_or_insert_default();
-    let key = (device, pool.0, pool.1);
-    if let Some(filters) = open.get(&key) {
-        heap.retain_capture(pool)?;
-        filters.write().push(filter);
-        return Ok(());
-    }
-    let filters: Filters = Arc::new(RwLock::new(vec![filter]));
-    let asked = Arc::clone(&filters);
-    let any = move |stream: StreamId| asked.read().iter().any(|takes| takes(stream));
-    heap.begin_capture(pool, StreamFilter::Matching(Arc::new(any)))?;
-    open.insert(key, filters);
+    let gate: Gate = Arc::new(RwLock::new(Some(filter)));
+    let asked = Arc::clone(&gate);
+    let takes = move |stream: StreamId| asked.read().as_ref().is_some_and(|takes| takes(stream));
+    heap.begin_capture(pool, StreamFilter::Matching(Arc::new(takes)))?;
+    open.insert((device, pool), gate);
     Ok(())
 }
 
-/// Ends the last opening of a pool.
+/// Ends a pool's opening.
 pub(crate) fn end_pool(device: c_int, pool: PoolId) -> Result<(), Failure> {
     let heap: &Heap = &self::device(device)?.heap;
     let mut open = OPEN.lock();
-    let open = open.get_or_insert_default();
-    let key = (device, pool.0, pool.1);
-    let last = open.get(&key).is_none_or(|filters| {
-        let mut filters = filters.write();
-        filters.pop();
-        filters.is_empty()
-    });
-    if last {
-        open.remove(&key);
-        heap.end_capture(pool)?;
-    }
+    let gate = open.get_or_insert_default().remove(&(device, pool));
+    heap.end_capture(pool)?;
+    drop(open);
+    // Dropped without a lock: it may be somebody else's function.
+    let filter = gate.and_then(|gate| gate.write().take());
+    drop(filter);
     Ok(())
 }
 
 /// `CUDAPluggableAllocator`'s opening of a pool. The filter of C++ cannot be called from here: what is taken is what streams that
-/// capture a graph ask for.
+/// capture a graph ask for. A pool that is open is not opened again.
 ///
 /// # Safety
-/// None: `filter` is not followed.
+/// The caller is C++ that catches exceptions, or lets itself be unwound: a refusal is `std::runtime_error`. `filter` is not followed.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn xseg_torch_begin_pool(device: c_int, first: u64, second: u64, filter: *mut c_void) {
+pub unsafe extern "C-unwind" fn xseg_torch_begin_pool(device: c_int, first: u64, second: u64, filter: *mut c_void) {
     let _ = filter;
-    let done = guard(|| {
+    let done = caught(|| {
         let heap = self::device(device)?.heap.clone();
         let takes = move |stream: StreamId| heap.backend().is_capturing(stream);
-        begin_pool(device, PoolId(first, second), Arc::new(takes))
+        begin_pool(device, PoolId(first, second), Box::new(takes))
     });
-    told("open a pool", done);
+    let why = match done {
+        Ok(()) => return,
+        Err(failure) => failure.why,
+    };
+    note(&why);
+    let text = format!("xseg could not open a pool: {why}");
+    drop(why);
+    // SAFETY: the caller's; this frame is `C-unwind` and holds nothing but text.
+    unsafe { throw::runtime_error(&text) };
+    eprintln!("{text}; no C++ library is loaded to throw an exception with");
 }
 
-/// A pool is opened with a filter of the caller's; see `xseg_begin_capture`. A pool may be opened again while it is open.
+/// A pool is opened with a filter of the caller's; see `xseg_begin_capture`. While a pool is open a second opening
+/// of it is refused, from whichever thread.
 ///
 /// # Safety
 /// As `xseg_begin_capture`.
@@ -178,11 +179,11 @@ pub unsafe extern "C" fn xseg_device_begin_pool(
         let user = crate::callbacks::User::new(user);
         let takes =
             move |stream: StreamId| filter(std::ptr::without_provenance_mut(stream.0 as usize), user.get()) != 0;
-        begin_pool(device, pool.into(), Arc::new(takes))
+        begin_pool(device, pool.into(), Box::new(takes))
     })
 }
 
-/// Ends the last `xseg_device_begin_pool` of a pool. Its filter is not called any more when this returns.
+/// Ends `xseg_device_begin_pool` of a pool. Its filter is not called any more when this returns.
 #[unsafe(no_mangle)]
 pub extern "C" fn xseg_device_end_pool(device: c_int, pool: crate::xseg_pool) -> crate::xseg_status {
     guard(|| end_pool(device, pool.into()))

@@ -115,6 +115,11 @@ fn an_allocator_hook_throws() {
 }
 
 #[test]
+fn a_pool_hook_throws() {
+    program("tests/programs/pools.cpp", false, &HOST);
+}
+
+#[test]
 fn the_library_has_its_name() {
     let library = std::fs::read_link(prefix().join("lib/libxseg.so")).unwrap();
     assert_eq!(library.to_str().unwrap(), "libxseg.so.0");

@@ -292,6 +292,68 @@ except RuntimeError as error:
     )
 
 
+def test_an_open_pool_is_not_opened_again(modes: list[str]) -> None:
+    run(
+        "full",
+        """
+import threading
+pool = (0, 71)
+def pool_of(block):
+    for segment in torch._C._cuda_memorySnapshot(None)["segments"]:
+        if segment["address"] <= block.value < segment["address"] + segment["total_size"]:
+            return tuple(segment["segment_pool_id"])
+def refused():
+    try:
+        torch._C._cuda_beginAllocateCurrentThreadToPool(0, pool)
+    except RuntimeError as error:
+        assert "(0, 71) already" in str(error), error
+        return True
+opened, asked = threading.Event(), threading.Event()
+found = []
+def second():
+    opened.wait()
+    found.append(refused())
+    asked.set()
+thread = threading.Thread(target=second)
+thread.start()
+torch._C._cuda_beginAllocateCurrentThreadToPool(0, pool)
+opened.set()
+asked.wait()
+thread.join()
+assert found == [True] and refused()
+# The refused ones changed nothing: the pool is open with one use, and its own end ends it.
+assert pool_of(alloc(4 * MIB)) == pool
+torch._C._cuda_endAllocateToPool(0, pool)
+assert pool_of(alloc(4 * MIB)) == (0, 0)
+torch._C._cuda_beginAllocateCurrentThreadToPool(0, pool)
+assert pool_of(alloc(4 * MIB)) == pool
+torch._C._cuda_endAllocateToPool(0, pool)
+for _ in range(2):
+    torch._C._cuda_releasePool(0, pool)
+class Pool(ctypes.Structure):
+    _fields_ = [("first", ctypes.c_uint64), ("second", ctypes.c_uint64)]
+heap, uses = ctypes.c_void_p(), ctypes.c_uint32(9)
+c.xseg_capture_uses.argtypes = [ctypes.c_void_p, Pool, ctypes.c_void_p]
+assert c.xseg_device_heap(0, ctypes.byref(heap)) == 0
+assert c.xseg_capture_uses(heap, Pool(*pool), ctypes.byref(uses)) == 0 and uses.value == 0
+""",
+    )
+    said = run(
+        "plain",
+        """
+torch._C._cuda_beginAllocateCurrentThreadToPool(0, (0, 71))
+try:
+    torch._C._cuda_beginAllocateCurrentThreadToPool(0, (0, 71))
+except RuntimeError as error:
+    print(error)
+torch._C._cuda_endAllocateToPool(0, (0, 71))
+torch._C._cuda_beginAllocateCurrentThreadToPool(0, (0, 71))
+torch._C._cuda_endAllocateToPool(0, (0, 71))
+""",
+    )
+    assert "could not open a pool" in said and "(0, 71) already" in said, said
+
+
 def test_a_forked_child_destroys_copies_of_pools_and_blocks(modes: list[str]) -> None:
     said = run(
         "full",

@@ -75,6 +75,12 @@ def mempool() -> Any:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool.id):
         made = inside * 2
+        try:
+            # As PyTorch's own allocator, which does not open a pool twice at once.
+            torch._C._cuda_beginAllocateCurrentThreadToPool(0, pool.id)
+            raise AssertionError("an open pool was opened again")
+        except RuntimeError as error:
+            assert "already" in str(error), error
     graph.replay()
     assert made.mean().item() == 6
     del inside, made, graph, pool

@@ -205,6 +205,12 @@ static void *elsewhere(void *unused) {
   return NULL;
 }
 
+static void *open_again(void *pool) {
+  int asked = 0;
+  CHECK(xseg_device_begin_pool(0, *(xseg_pool *)pool, all_streams, &asked) == XSEG_INVALID_ARGUMENT && asked == 0);
+  return NULL;
+}
+
 /* Device heaps: XSEG_CONF says backend:host, which stands for each device here. */
 static uint64_t told_of;
 static void device_watch(const xseg_mapping_event *event, void *user) {
@@ -219,6 +225,8 @@ static void devices(void) {
   uint64_t allocated = 0, requested = 0;
   size_t size = 0;
   xseg_pool pool = {0, 6};
+  uint32_t uses = 0;
+  pthread_t thread;
   int asked = 0;
   CHECK(xseg_device_free(&heap) == XSEG_INVALID_POINTER);
   CHECK(xseg_device_heap(-1, &heap) == XSEG_INVALID_ARGUMENT && xseg_device_heap(64, &heap) == XSEG_INVALID_ARGUMENT);
@@ -242,14 +250,21 @@ static void devices(void) {
   xseg_torch_free(NULL, 0, 0, stream);
   xseg_torch_reset();
   CHECK(xseg_device_heap(0, &heap) == XSEG_OK);
-  /* The same pool within itself, as for a capture within `use_mem_pool`. */
+  /* A pool that is open is not opened again, and the refused opening has no part in it. */
   CHECK(xseg_device_begin_pool(0, pool, NULL, NULL) == XSEG_INVALID_ARGUMENT);
   CHECK(xseg_device_begin_pool(0, pool, all_streams, &asked) == XSEG_OK);
-  xseg_torch_begin_pool(0, 0, 6, NULL);
-  xseg_torch_end_pool(0, 0, 6);
+  CHECK(pthread_create(&thread, NULL, open_again, &pool) == 0 && pthread_join(thread, NULL) == 0);
+  CHECK(xseg_device_begin_pool(0, pool, all_streams, &asked) == XSEG_INVALID_ARGUMENT);
+  CHECK(strstr(xseg_last_error(), "(0, 6) already") != NULL);
+  CHECK(xseg_capture_uses(heap, pool, &uses) == XSEG_OK && uses == 1);
   CHECK(xseg_device_alloc(0, 1000, stream, &block) == XSEG_OK && asked == 1);
   CHECK(xseg_device_end_pool(0, pool) == XSEG_OK && xseg_device_end_pool(0, pool) == XSEG_INVALID_ARGUMENT);
-  CHECK(xseg_device_free(block) == XSEG_OK);
+  CHECK(xseg_device_alloc(0, 1000, stream, &other) == XSEG_OK && asked == 1);
+  CHECK(xseg_device_free(block) == XSEG_OK && xseg_device_free(other) == XSEG_OK);
+  CHECK(xseg_device_begin_pool(0, pool, all_streams, &asked) == XSEG_OK);
+  CHECK(xseg_device_begin_pool(1, pool, all_streams, &asked) == XSEG_OK);
+  xseg_torch_end_pool(0, 0, 6);
+  CHECK(xseg_device_end_pool(1, pool) == XSEG_OK && xseg_device_end_pool(0, pool) == XSEG_INVALID_ARGUMENT);
   xseg_torch_release_pool(0, 0, 6);
   CHECK(xseg_release_capture(heap, pool) == XSEG_OK && xseg_release_capture(heap, pool) == XSEG_INVALID_ARGUMENT);
 }

@@ -215,14 +215,13 @@ class Allocator final : public CUDAPluggableAllocator {
     std::lock_guard<std::mutex> lock(pools_mutex_);
     auto own = std::make_unique<Filter>(std::move(filter));
     check(xseg_device_begin_pool(device, {pool.first, pool.second}, &takes, own.get()), "open a pool");
-    filters_[{device, pool}].push_back(std::move(own));
+    filters_[{device, pool}] = std::move(own);
   }
   void endAllocateToPool(c10::DeviceIndex device, MempoolId_t pool) override {
     if (own_pools.end(device, {pool.first, pool.second})) return;
     std::lock_guard<std::mutex> lock(pools_mutex_);
     check(xseg_device_end_pool(device, {pool.first, pool.second}), "close a pool");
-    auto& filters = filters_[{device, pool}];
-    if (!filters.empty()) filters.pop_back();
+    filters_.erase({device, pool});
   }
   void releasePool(c10::DeviceIndex device, MempoolId_t pool) override {
     // Called by destructors, which an exception would end the process in; a forked child, too, destroys what it has copies of.
@@ -291,8 +290,7 @@ class Allocator final : public CUDAPluggableAllocator {
   // Waits for a device, where no pool is open into which a graph may be captured.
   bool wait_for(int device) {
     std::lock_guard<std::mutex> lock(pools_mutex_);
-    const bool open = std::any_of(filters_.begin(), filters_.end(), [](const auto& one) { return !one.second.empty(); });
-    return !open && xseg_torch::idle(device);
+    return filters_.empty() && xseg_torch::idle(device);
   }
 
   // Before the exception for it: PyTorch's observers.
@@ -332,7 +330,7 @@ class Allocator final : public CUDAPluggableAllocator {
   // How much of them is above the limit: it was set below what they had.
   uint64_t over_[kDevices] = {};
   std::mutex pools_mutex_;
-  std::map<std::pair<int, MempoolId_t>, std::vector<std::unique_ptr<Filter>>> filters_;
+  std::map<std::pair<int, MempoolId_t>, std::unique_ptr<Filter>> filters_;
   Figures since_[kDevices];
 };
 
