@@ -722,11 +722,13 @@ void xseg_torch_memory_fraction(double fraction, int device);
 // `size` is null or valid for writing.
 void *xseg_torch_base_alloc(void *block, size_t *size);
 
-// `CUDAPluggableAllocator`'s opening of a pool. The filter of C++ cannot be called from here: what is taken is what streams that
-// capture a graph ask for. A pool that is open is not opened again.
+// `CUDAPluggableAllocator`'s opening of a pool: it takes what those streams ask for that capture a graph and that the filter
+// says yes to. A pool that is open is not opened again. Without a filter (a null pointer or an empty one, or in a process without
+// GCC's C++ library) a pool takes from all captures, and is the only one that is open on its device.
 //
 // What the caller promises:
-// The caller is C++ that catches exceptions, or lets itself be unwound: a refusal is `std::runtime_error`. `filter` is not followed.
+// The caller is C++ that catches exceptions, or lets itself be unwound: a refusal is `std::runtime_error`. `filter` is null or a
+// `std::function<bool(cudaStream_t)>`, which is copied. Any thread may call the copy until `xseg_torch_end_pool` has returned.
 void xseg_torch_begin_pool(int device,
                            uint64_t first,
                            uint64_t second,

@@ -9,6 +9,7 @@
 mod callbacks;
 mod captures;
 mod devices;
+mod function;
 mod handles;
 mod heap;
 mod leaving;

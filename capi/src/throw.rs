@@ -46,7 +46,8 @@ fn runtime() -> Option<&'static Runtime> {
     found.as_ref()
 }
 
-fn symbol(name: &CStr) -> Option<*mut c_void> {
+/// What a C++ library of the process has of this name.
+pub(crate) fn symbol(name: &CStr) -> Option<*mut c_void> {
     // SAFETY: a name that ends with a zero byte; looked for in what the process has loaded.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
     (!found.is_null()).then_some(found).or_else(|| {

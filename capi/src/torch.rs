@@ -5,6 +5,7 @@
 //! use these but `xseg_device_alloc` and the rest, and throws PyTorch's own type.
 
 use crate::devices::{allocate, device, devices, forked, free, record_use};
+use crate::function::Function;
 use crate::status::{Failure, caught, guard, note};
 use crate::{throw, xseg_stream};
 use parking_lot::{Mutex, RwLock};
@@ -100,27 +101,61 @@ pub unsafe extern "C" fn xseg_torch_base_alloc(block: *mut c_void, size: *mut us
     block
 }
 
-/// What an open pool takes.
 type Filter = Box<dyn Fn(StreamId) -> bool + Send + Sync>;
-/// Empty once the pool's opening has ended, also for requests that are still on their way.
-type Gate = Arc<RwLock<Option<Filter>>>;
+
+/// What a pool takes.
+pub(crate) enum Takes {
+    /// What the function says.
+    Filtered(Filter),
+    /// What any stream asks for that captures a graph.
+    Captures,
+}
+
+/// An open pool.
+struct Opening {
+    /// Empty once the pool's opening has ended, also for requests that are still on their way.
+    filter: Arc<RwLock<Option<Filter>>>,
+    /// It takes from all captures.
+    all: bool,
+}
+
 /// By device and pool.
-type Open = HashMap<(c_int, PoolId), Gate>;
+type Open = HashMap<(c_int, PoolId), Opening>;
 
 /// Pools that are open.
 static OPEN: Mutex<Option<Open>> = Mutex::new(None);
 
+/// A stream that captures a graph. The legacy stream never does; about it the driver cannot say while another captures.
+fn captures(heap: &Heap, stream: StreamId) -> bool {
+    const LEGACY: u64 = 1;
+    stream.0 > LEGACY && heap.backend().is_capturing(stream)
+}
+
 /// Opens a pool. A second opening at once is refused, as PyTorch's own allocator does: an end names only the pool, so that
 /// one's end would be the other's.
-pub(crate) fn begin_pool(device: c_int, pool: PoolId, filter: Filter) -> Result<(), Failure> {
+pub(crate) fn begin_pool(device: c_int, pool: PoolId, takes: Takes) -> Result<(), Failure> {
     let heap = &self::device(device)?.heap;
     let mut open = OPEN.lock();
     let open = open.get_or_insert_default();
-    let gate: Gate = Arc::new(RwLock::new(Some(filter)));
-    let asked = Arc::clone(&gate);
+    let all = matches!(takes, Takes::Captures);
+    let other = open.iter().find(|(key, other)| key.0 == device && key.1 != pool && (all || other.all));
+    if let Some(((_, other), _)) = other {
+        return Err(Failure::argument(format!(
+            "pool {other} is open, and one of the two comes without a filter, so that a capture's memory cannot be told apart; end that first"
+        )));
+    }
+    let filter = match takes {
+        Takes::Filtered(filter) => filter,
+        Takes::Captures => {
+            let heap = heap.clone();
+            Box::new(move |stream| captures(&heap, stream))
+        }
+    };
+    let filter = Arc::new(RwLock::new(Some(filter)));
+    let asked = Arc::clone(&filter);
     let takes = move |stream: StreamId| asked.read().as_ref().is_some_and(|takes| takes(stream));
     heap.begin_capture(pool, StreamFilter::Matching(Arc::new(takes)))?;
-    open.insert((device, pool), gate);
+    open.insert((device, pool), Opening { filter, all });
     Ok(())
 }
 
@@ -128,27 +163,35 @@ pub(crate) fn begin_pool(device: c_int, pool: PoolId, filter: Filter) -> Result<
 pub(crate) fn end_pool(device: c_int, pool: PoolId) -> Result<(), Failure> {
     let heap: &Heap = &self::device(device)?.heap;
     let mut open = OPEN.lock();
-    let gate = open.get_or_insert_default().remove(&(device, pool));
+    let ended = open.get_or_insert_default().remove(&(device, pool));
     heap.end_capture(pool)?;
     drop(open);
     // Dropped without a lock: it may be somebody else's function.
-    let filter = gate.and_then(|gate| gate.write().take());
+    let filter = ended.and_then(|opening| opening.filter.write().take());
     drop(filter);
     Ok(())
 }
 
-/// `CUDAPluggableAllocator`'s opening of a pool. The filter of C++ cannot be called from here: what is taken is what streams that
-/// capture a graph ask for. A pool that is open is not opened again.
+/// `CUDAPluggableAllocator`'s opening of a pool: it takes what those streams ask for that capture a graph and that the filter
+/// says yes to. A pool that is open is not opened again. Without a filter (a null pointer or an empty one, or in a process without
+/// GCC's C++ library) a pool takes from all captures, and is the only one that is open on its device.
 ///
 /// # Safety
-/// The caller is C++ that catches exceptions, or lets itself be unwound: a refusal is `std::runtime_error`. `filter` is not followed.
+/// The caller is C++ that catches exceptions, or lets itself be unwound: a refusal is `std::runtime_error`. `filter` is null or a
+/// `std::function<bool(cudaStream_t)>`, which is copied. Any thread may call the copy until `xseg_torch_end_pool` has returned.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn xseg_torch_begin_pool(device: c_int, first: u64, second: u64, filter: *mut c_void) {
-    let _ = filter;
     let done = caught(|| {
+        // SAFETY: the caller's.
+        let filter = unsafe { Function::copy(filter) };
         let heap = self::device(device)?.heap.clone();
-        let takes = move |stream: StreamId| heap.backend().is_capturing(stream);
-        begin_pool(device, PoolId(first, second), Box::new(takes))
+        let takes = filter.map_or(Takes::Captures, |filter| {
+            // Whether the stream captures is asked first: PyTorch's filter throws where the driver fails.
+            Takes::Filtered(Box::new(move |stream| {
+                captures(&heap, stream) && filter.call(std::ptr::without_provenance_mut(stream.0 as usize))
+            }))
+        });
+        begin_pool(device, PoolId(first, second), takes)
     });
     let why = match done {
         Ok(()) => return,
@@ -179,7 +222,7 @@ pub unsafe extern "C" fn xseg_device_begin_pool(
         let user = crate::callbacks::User::new(user);
         let takes =
             move |stream: StreamId| filter(std::ptr::without_provenance_mut(stream.0 as usize), user.get()) != 0;
-        begin_pool(device, pool.into(), Box::new(takes))
+        begin_pool(device, pool.into(), Takes::Filtered(Box::new(takes)))
     })
 }
 

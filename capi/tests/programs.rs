@@ -120,6 +120,18 @@ fn a_pool_hook_throws() {
 }
 
 #[test]
+fn two_captures_at_once_in_their_pools() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("stand_in");
+    std::fs::create_dir_all(&folder).unwrap();
+    let mut compile = Command::new(std::env::var("RUSTC").unwrap_or_else(|_| "rustc".into()));
+    compile.args(["--edition", "2024", "--crate-type", "cdylib", "--crate-name", "fake_cuda", "-o"]);
+    run(compile.arg(folder.join("libcuda.so.1")).arg(here().join("../tests/fake_cuda/lib.rs")));
+    let found = format!("{}:{}", prefix().join("lib").display(), folder.display());
+    let conf = ("XSEG_CONF", "backend:cuda,limit:256MiB,reserve:4GiB");
+    program("tests/programs/captures.cpp", false, &[conf, ("LD_LIBRARY_PATH", &found)]);
+}
+
+#[test]
 fn the_library_has_its_name() {
     let library = std::fs::read_link(prefix().join("lib/libxseg.so")).unwrap();
     assert_eq!(library.to_str().unwrap(), "libxseg.so.0");
