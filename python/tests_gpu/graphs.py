@@ -122,6 +122,16 @@ def own_mempool() -> Any:
                 raise AssertionError("the pool was opened twice")
         except RuntimeError as error:
             assert "already" in str(error), error
+    # What the heap has is waited for, and given up.
+    behind = torch.empty(GIB + GIB // 2, dtype=torch.uint8, device="cuda")
+    torch.cuda._sleep(1 << 30)
+    del behind
+    with torch.cuda.use_mem_pool(pool):
+        large = torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    del large
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert len(held) == 1, held
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool.id):
         between = inside * 2

@@ -292,6 +292,11 @@ class Allocator final : public CUDAPluggableAllocator {
     std::lock_guard<std::mutex> lock(pools_mutex_);
     return filters_.empty() && xseg_torch::idle(device);
   }
+  // The same for a request of a pool with an allocator of its own.
+  bool wait_for(int device, cudaStream_t stream) {
+    if (own_pools.open() > 1 || xseg_torch::capturing(device, stream) || !wait_for(device)) return false;
+    return xseg_tick(heap_of(device)) == XSEG_OK;
+  }
 
   // Before the exception for it: PyTorch's observers.
   void tell_out_of_memory(int device, size_t bytes) {
@@ -374,8 +379,13 @@ OwnPools::Outside outside() {
 
 void* take(size_t bytes, int device, cudaStream_t stream) {
   if (C10_UNLIKELY(own_pools.any())) {
-    const auto taken = own_pools.take(device, bytes, stream);
+    auto taken = own_pools.take(device, bytes, stream);
     if (taken.block != nullptr) return taken.block;
+    // The heap may have memory that its streams have not passed, which it gives up then.
+    if (taken.ours && (others_freed() || allocator()->wait_for(device, stream))) {
+      taken = own_pools.take(device, bytes, stream);
+      if (taken.block != nullptr) return taken.block;
+    }
     if (taken.ours) {
       allocator()->tell_out_of_memory(device, bytes);
       TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. xseg: the own allocator of a torch.cuda.MemPool, or the limit, has no ",

@@ -96,6 +96,12 @@ class OwnPools {
     return std::any_of(pools_.begin(), pools_.end(), [&](const auto& pool) { return pool.first.second == id; });
   }
 
+  // How many pools are open.
+  size_t open() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return open_.size();
+  }
+
   // Makes a pool, with one use.
   void make(int device, Id id, Source source) {
     std::lock_guard<std::mutex> lock(mutex_);
