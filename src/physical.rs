@@ -31,7 +31,7 @@ pub(crate) struct Page {
 pub(crate) struct Handle {
     pub(crate) token: PhysicalAllocation,
     pub(crate) granules: u32,
-    /// First granule of the mapping that blocks use; `None`: not mapped (cached).
+    /// First granule of the mapping that blocks use; `None`: not mapped (cached, or it is once its zombies are gone).
     pub(crate) home: Option<u32>,
     /// Mappings left behind by moves, still mapped.
     pub(crate) zombies: u32,
@@ -242,11 +242,19 @@ impl Physical {
         self.zombies.push(zombie);
     }
 
-    /// Notes that a zombie mapping was unmapped.
+    /// Notes a mapping that nobody may use, beside the handle's home if it has one: a zombie from the start.
+    pub(crate) fn stillborn(&mut self, zombie: Zombie) {
+        self.enter(zombie.handle, zombie.at..zombie.at + zombie.granules);
+        self.left_behind(zombie);
+    }
+
+    /// Notes that a zombie mapping was unmapped. A handle that had no other is cached.
     pub(crate) fn buried(&mut self, zombie: &Zombie) {
         self.unmapped(zombie.at..zombie.at + zombie.granules);
-        if let Some(Some(handle)) = self.handles.get_mut(zombie.handle as usize) {
-            handle.zombies -= 1;
+        let Some(Some(handle)) = self.handles.get_mut(zombie.handle as usize) else { return };
+        handle.zombies -= 1;
+        if handle.zombies == 0 && handle.home.is_none() {
+            self.put_cached(zombie.handle);
         }
     }
 

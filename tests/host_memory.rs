@@ -43,7 +43,7 @@ fn relocate(
     bytes: u64,
 ) -> Result<(), DriverError> {
     // SAFETY: the backend checks the ranges itself; no work is queued.
-    unsafe { backend.relocate(from, to, handle, bytes) }
+    unsafe { backend.relocate(from, to, handle, bytes) }.map_err(|unmoved| unmoved.error)
 }
 
 fn release(backend: &HostBackend, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {

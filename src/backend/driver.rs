@@ -222,6 +222,11 @@ impl Driver {
         Ok(address)
     }
 
+    /// Address and bytes of all reservations.
+    pub(crate) fn reservations(&self) -> Vec<(u64, u64)> {
+        self.known.lock().reservations.iter().map(|(address, bytes)| (*address, *bytes)).collect()
+    }
+
     /// Gives a whole reservation back, in which nothing is mapped.
     pub(crate) fn unreserve(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
         self.of_parent(DriverCall::Unreserve)?;
@@ -244,24 +249,23 @@ impl Driver {
         Ok(handle)
     }
 
-    /// Takes a handle of another process. It counts as no creation.
-    pub(crate) fn import(&self, fd: BorrowedFd<'_>, start: u64, bytes: u64) -> Result<PhysicalAllocation, DriverError> {
+    /// Takes a handle of another process, to be released once more than before. It counts as no creation. Its bytes are those
+    /// that it is known by, whatever was announced now.
+    pub(crate) fn import(
+        &self,
+        fd: BorrowedFd<'_>,
+        start: u64,
+        bytes: u64,
+    ) -> Result<(PhysicalAllocation, u64), DriverError> {
         self.of_parent(DriverCall::Other)?;
         let mut known = self.known.lock();
         let handle = self.backend.import(fd, start, bytes)?;
         let entry = known.handles.entry(handle.0).or_insert((bytes, 0));
-        if entry.0 != bytes {
-            let known_bytes = entry.0;
-            // SAFETY: imported just now, and not named again.
-            unsafe { self.backend.release(handle, bytes) }?;
-            let why = format!("{bytes} bytes were announced for a handle that has {known_bytes}");
-            return Err(DriverError::new(DriverCall::Other, why));
-        }
         entry.1 += 1;
-        Ok(handle)
+        Ok((handle, entry.0))
     }
 
-    /// Maps a handle and makes it accessible; on failure nothing is mapped.
+    /// Maps a handle and makes it accessible; on failure nothing is mapped, unless [`Self::is_mapped`] says otherwise.
     pub(crate) fn map(&self, at: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
         self.map_as(at, Mapping { bytes, handle, quiet: false })
     }
@@ -271,7 +275,7 @@ impl Driver {
         self.map_as(at, Mapping { bytes, handle, quiet: true })
     }
 
-    /// Does a mapping start here?
+    /// Does a mapping start here? After a refusal it does where undoing that was refused too.
     pub(crate) fn is_mapped(&self, at: u64) -> bool {
         self.known.lock().mappings.contains_key(&at)
     }
@@ -317,7 +321,8 @@ impl Driver {
         done
     }
 
-    /// Moves a mapping that no queued or running work uses.
+    /// Moves a mapping that no queued or running work uses; on failure it stays where it is, and nothing else is mapped
+    /// unless [`Self::is_mapped`] says otherwise.
     pub(crate) fn relocate(
         &self,
         from: u64,
@@ -334,16 +339,28 @@ impl Driver {
         };
         self.tell(MappingChange::Unmapping, from, mapping);
         let mut known = self.known.lock();
-        // SAFETY: I10: `to` is free addresses of one reservation, `from` exactly one mapping; I5 for its use.
-        let done = self.count(&CALLS, bytes, || unsafe { self.backend.relocate(from, to, handle, bytes) });
+        let mut left = false;
+        let done = self.count(&CALLS, bytes, || {
+            // SAFETY: I10: `to` is free addresses of one reservation, `from` exactly one mapping; I5 for its use.
+            unsafe { self.backend.relocate(from, to, handle, bytes) }.map_err(|unmoved| {
+                left = unmoved.left;
+                unmoved.error
+            })
+        });
         if done.is_ok() {
             known.mappings.remove(&from);
+        }
+        // After a second failure the new mapping stays, too, and is known to.
+        let mapped = done.is_ok() || left;
+        if mapped {
             known.mappings.insert(to, mapping);
         }
         drop(known);
-        match &done {
-            Ok(()) => self.tell(MappingChange::Mapped, to, mapping),
-            Err(_) => self.tell(MappingChange::Kept, from, mapping),
+        if done.is_err() {
+            self.tell(MappingChange::Kept, from, mapping);
+        }
+        if mapped {
+            self.tell(MappingChange::Mapped, to, mapping);
         }
         done
     }

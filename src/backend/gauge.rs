@@ -5,7 +5,8 @@
 #![allow(unsafe_code, reason = "passes the backend's contracts through")]
 
 use super::{
-    Backend, BackendKind, ClientEvent, Event, EventScope, PhysicalAllocation, StreamId, cost, handed_on::handed_on,
+    Backend, BackendKind, ClientEvent, Event, EventScope, PhysicalAllocation, StreamId, Unmoved, cost,
+    handed_on::handed_on,
 };
 use crate::error::{DriverCall, DriverError};
 use parking_lot::Mutex;
@@ -208,14 +209,24 @@ impl Backend for GaugeBackend {
         Ok(())
     }
 
-    unsafe fn relocate(&self, from: u64, to: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+    unsafe fn relocate(&self, from: u64, to: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), Unmoved> {
         const CALLS: [DriverCall; 3] = [DriverCall::Map, DriverCall::SetAccess, DriverCall::Unmap];
-        // SAFETY: passed on to the caller.
-        self.count(&CALLS, bytes, || unsafe { self.inner.relocate(from, to, handle, bytes) })?;
+        let mut left = false;
+        let moved = self.count(&CALLS, bytes, || {
+            // SAFETY: passed on to the caller.
+            unsafe { self.inner.relocate(from, to, handle, bytes) }.map_err(|unmoved| {
+                left = unmoved.left;
+                unmoved.error
+            })
+        });
         let mut picture = self.picture.lock();
-        picture.mapped(to, handle, bytes);
-        picture.unmapped(from);
-        Ok(())
+        if moved.is_ok() || left {
+            picture.mapped(to, handle, bytes);
+        }
+        if moved.is_ok() {
+            picture.unmapped(from);
+        }
+        moved.map_err(|error| Unmoved { error, left })
     }
 
     fn record(&self, scope: EventScope) -> Result<Event, DriverError> {

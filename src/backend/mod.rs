@@ -145,6 +145,23 @@ pub struct MemoryInfo {
     pub total: u64,
 }
 
+/// Why a mapping was not moved, and whether anything was left of the attempt.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{error}")]
+pub struct Unmoved {
+    /// The first refusal.
+    pub error: DriverError,
+    /// The new mapping exists beside the old one, accessible or not, since undoing it was refused too. It is the caller's
+    /// to unmap.
+    pub left: bool,
+}
+
+impl From<DriverError> for Unmoved {
+    fn from(error: DriverError) -> Self {
+        Self { error, left: false }
+    }
+}
+
 /// The driver operations that the heap is built on.
 ///
 /// Sizes and addresses are bytes and multiples of [`Capabilities::granularity`]. A handle is
@@ -152,7 +169,7 @@ pub struct MemoryInfo {
 /// handle frees its memory when its last mapping is gone.
 ///
 /// # Errors
-/// Every operation can fail, and leaves everything as it was when it does.
+/// Every operation can fail, and leaves everything as it was when it does; [`Backend::relocate`] says where it could not.
 pub trait Backend: Send + Sync + fmt::Debug {
     /// Which backend this is.
     fn kind(&self) -> BackendKind;
@@ -205,16 +222,13 @@ pub trait Backend: Send + Sync + fmt::Debug {
     ///
     /// # Safety
     /// As [`Backend::map`] for `to` and [`Backend::unmap`] for `from`.
-    unsafe fn relocate(&self, from: u64, to: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+    unsafe fn relocate(&self, from: u64, to: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), Unmoved> {
         // SAFETY: the caller vouches for `to`.
         unsafe { self.map(to, handle, bytes) }?;
         // SAFETY: `to` is the mapping made above; `from` is the caller's.
         let done = unsafe { self.set_access(to, bytes) }.and_then(|()| unsafe { self.unmap(from, bytes) });
-        if done.is_err() {
-            // SAFETY: the mapping at `to` is new, nobody has used it.
-            let _ = unsafe { self.unmap(to, bytes) };
-        }
-        done
+        // SAFETY: the mapping at `to` is new, nobody has used it.
+        done.map_err(|error| Unmoved { error, left: unsafe { self.unmap(to, bytes) }.is_err() })
     }
 
     /// A stream whose events, whatever thread records them, come after the work of this one of every thread:

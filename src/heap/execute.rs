@@ -6,9 +6,9 @@
 #![forbid(unsafe_code)]
 
 use super::inner::{Block, Inner, SegmentGuard, Slow, Wanted};
-use super::joins::part_joined;
+use super::joins::{part_joined, part_left};
 use crate::error::DriverError;
-use crate::physical::{HandleId, Zombie};
+use crate::physical::{Handle, HandleId, Zombie};
 use crate::plan::{Fill, Placement, Source, Supply, Victim};
 use crate::segment::nodes::{Kind, NIL, NodeId};
 use crate::segment::{Claim, Segment, Stamp};
@@ -103,13 +103,13 @@ impl Inner {
         let stamp = Stamp { owner: wanted.stream.slot, epoch: latest };
         let passed = self.epochs.passed();
         let mut segment = self.segment(wanted.segment);
-        let left = part_joined(slow, &mut segment, target);
-        let Some(mut node) = left.filter(|_| !stale && worked.is_ok()) else {
-            if let Some(node) = left {
+        if stale || worked.is_err() {
+            for node in part_left(slow, &mut segment, target) {
                 segment.restore(node, stamp, passed, |granule| slow.physical.mapped.contains(granule));
             }
             return worked.err().map_or(Outcome::Stale, Outcome::Failed);
-        };
+        }
+        let Some(mut node) = part_joined(slow, &mut segment, target) else { return Outcome::Stale };
         let (start, end) = (segment.nodes[node].start, segment.nodes[node].end());
         if placement.block.start > start {
             let rest = segment.split_off(node, placement.block.start - start);
@@ -152,21 +152,24 @@ impl Inner {
                     let id = slow.physical.take_cached(fill.granules);
                     let id =
                         id.ok_or_else(|| DriverError::new(crate::error::DriverCall::Map, "the cached handle is gone"))?;
-                    if let Err(error) = self.map_handle(slow, id, fill) {
-                        slow.physical.put_cached(id);
+                    if let Err(error) = self.map_handle(slow, id, fill, wanted.segment) {
+                        // Else it is cached when that mapping is gone.
+                        if slow.physical.handle(id).is_some_and(|handle| handle.zombies == 0) {
+                            slow.physical.put_cached(id);
+                        }
                         return Err(error);
                     }
                 }
                 Source::Create => {
                     let id = self.create_handle(slow, fill.granules)?;
                     created.push(id);
-                    self.map_handle(slow, id, fill)?;
+                    self.map_handle(slow, id, fill, wanted.segment)?;
                 }
                 Source::Move(victim) => {
                     let one = held.iter_mut().find(|one| one.victim == victim && !one.done);
                     let one =
                         one.ok_or_else(|| DriverError::new(crate::error::DriverCall::Map, "a victim is missing"))?;
-                    self.move_handle(slow, one, fill)?;
+                    self.move_handle(slow, one, fill, wanted.segment)?;
                 }
                 Source::Join(end) => {
                     let one = held.iter_mut().find(|one| one.victim == end.whole && !one.done);
@@ -196,25 +199,43 @@ impl Inner {
         handle.map_or((crate::backend::PhysicalAllocation(0), 0), |h| (h.token, u64::from(h.granules) * GRANULE))
     }
 
-    /// Maps an unmapped handle for blocks to use.
-    pub(crate) fn map_handle(&self, slow: &mut Slow, id: HandleId, fill: &Fill) -> Result<(), DriverError> {
+    /// Maps an unmapped handle for blocks of a segment to use.
+    fn map_handle(&self, slow: &mut Slow, id: HandleId, fill: &Fill, segment: u16) -> Result<(), DriverError> {
         let (token, bytes) = Self::token(slow, id);
-        self.driver.map(self.space.address(fill.at * UNITS_PER_GRANULE), token, bytes)?;
+        let mapped = self.driver.map(self.space.address(fill.at * UNITS_PER_GRANULE), token, bytes);
+        if mapped.is_err() {
+            self.note_left(slow, id, fill.at, segment);
+            return mapped;
+        }
         slow.physical.mapped_at(id, fill.at);
         Ok(())
     }
 
-    /// Moves an idle handle: at once where its use has passed, else by a second mapping.
-    fn move_handle(&self, slow: &mut Slow, one: &mut Held, fill: &Fill) -> Result<(), DriverError> {
+    /// Notes what a refused map or move has left mapped, as undoing it was refused too: nobody used it, and it may not be
+    /// accessible. It is unmapped with the zombies.
+    fn note_left(&self, slow: &mut Slow, handle: HandleId, at: u32, segment: u16) {
+        if self.driver.is_mapped(self.space.address(at * UNITS_PER_GRANULE)) {
+            let granules = slow.physical.handle(handle).map_or(0, |handle| handle.granules);
+            slow.physical.stillborn(Zombie { handle, at, granules, epoch: 0, segment, node: NIL });
+        }
+    }
+
+    /// Moves an idle handle to a segment: at once where its use has passed, else by a second mapping.
+    fn move_handle(&self, slow: &mut Slow, one: &mut Held, fill: &Fill, segment: u16) -> Result<(), DriverError> {
         let victim = one.victim;
         let (token, bytes) = Self::token(slow, victim.handle);
         let from = self.space.address(victim.home * UNITS_PER_GRANULE);
         let to = self.space.address(fill.at * UNITS_PER_GRANULE);
-        if one.stamp.epoch <= self.epochs.passed() {
-            self.driver.relocate(from, to, token, bytes)?;
+        let at_once = one.stamp.epoch <= self.epochs.passed();
+        let moved =
+            if at_once { self.driver.relocate(from, to, token, bytes) } else { self.driver.map(to, token, bytes) };
+        if moved.is_err() {
+            self.note_left(slow, victim.handle, fill.at, segment);
+            return moved;
+        }
+        if at_once {
             slow.physical.unmapped(victim.home..victim.home + victim.granules);
         } else {
-            self.driver.map(to, token, bytes)?;
             slow.physical.left_behind(Zombie {
                 handle: victim.handle,
                 at: victim.home,
@@ -258,7 +279,11 @@ impl Inner {
     /// Takes back a handle that was created for a transaction that failed.
     fn destroy_handle(&self, slow: &mut Slow, id: HandleId) {
         let (_, bytes) = Self::token(slow, id);
-        let home = slow.physical.handle(id).and_then(|handle| handle.home);
+        let Some(&Handle { home, zombies, .. }) = slow.physical.handle(id) else { return };
+        if zombies > 0 {
+            // It goes to the cache with its last mapping.
+            return;
+        }
         if let Some(home) = home {
             // A refusal here leaves the handle mapped: it stays with the heap as free memory.
             if self.driver.unmap(self.space.address(home * UNITS_PER_GRANULE), bytes).is_err() {

@@ -6,7 +6,7 @@ use super::export::number;
 use super::inner::{Inner, Slow};
 use super::space::no_addresses;
 use crate::backend::{BackendKind, PhysicalAllocation};
-use crate::error::{DriverError, Error, Result, ShareFault};
+use crate::error::{DriverCall, DriverError, Error, Result, ShareFault};
 use crate::share::{Offer, Patience, Piece, Tie, no_descriptor, take_over};
 use std::collections::HashMap;
 use std::fmt;
@@ -135,12 +135,17 @@ impl Inner {
                 if bytes > end - at || import.parts.len() == offer.handles as usize {
                     return Err(ShareFault::Malformed("more handles came than were announced".into()).into());
                 }
-                let handle = self.driver.import(descriptor.as_fd(), start, bytes).map_err(|error| {
+                let (handle, known) = self.driver.import(descriptor.as_fd(), start, bytes).map_err(|error| {
                     no_descriptor("no descriptor of the memory can be kept").map_or_else(|| error.into(), Error::from)
                 })?;
-                let done = self.driver.map_import(at, handle, bytes);
+                let done = if known == bytes {
+                    self.driver.map_import(at, handle, bytes)
+                } else {
+                    let why = format!("{bytes} bytes were announced for a handle that has {known}");
+                    Err(DriverError::new(DriverCall::Other, why))
+                };
                 // A refusal may leave the mapping behind, when undoing it is refused too.
-                import.parts.push(Part { at, bytes, handle, mapped: self.driver.is_mapped(at) });
+                import.parts.push(Part { at, bytes: known, handle, mapped: self.driver.is_mapped(at) });
                 done?;
                 at += bytes;
             }

@@ -5,7 +5,7 @@ use super::execute::Held;
 use super::inner::{FIRST_POOL, Inner, SegmentGuard, Slow, Wanted};
 use super::ladder::{Found, PLACES};
 use crate::error::{DriverError, Result};
-use crate::physical::{Join, Physical};
+use crate::physical::Join;
 use crate::plan::place::{self, Places, Request};
 use crate::plan::source::Terms;
 use crate::plan::{End, Placement, Supply, Victim, join};
@@ -137,22 +137,40 @@ fn with_ends(placement: &Placement, slow: &Slow, victims: &[Victim], ends: &[End
     join::supply(placement, || slow.physical.cached(), &victims, &ends, terms)
 }
 
-/// Parts from a transaction's range what lies of its second mappings beyond the end that is used there; where they were undone,
-/// all of them. What is left of the range, if anything is.
+/// Parts from a transaction's range what lies of its second mappings beyond the end that is used there. What is left of the
+/// range, if anything is.
 pub(super) fn part_joined(slow: &mut Slow, segment: &mut Segment, target: NodeId) -> Option<NodeId> {
     let mut left = Some(target);
-    let mut part = |range: Range<u32>, kind: Kind| {
+    let mut part = |range: Range<u32>| {
         let units = range.start * UNITS_PER_GRANULE..range.end * UNITS_PER_GRANULE;
-        let (part, rest) = segment.part_off(left.unwrap_or(NIL), units, kind);
+        let (part, rest) = segment.part_off(left.unwrap_or(NIL), units, Kind::Lent);
         left = rest;
         part
     };
-    let Physical { joins, zombies, .. } = &mut slow.physical;
-    for zombie in zombies.iter_mut().filter(|zombie| zombie.node == NIL) {
-        zombie.node = part(zombie.at..zombie.at + zombie.granules, Kind::Zombie);
+    for join in slow.physical.joins.iter_mut().filter(|join| join.shadow == NIL) {
+        join.shadow = part(join.shadow_granules());
     }
-    for join in joins.iter_mut().filter(|join| join.shadow == NIL) {
-        join.shadow = part(join.shadow_granules(), Kind::Lent);
+    left
+}
+
+/// Parts from a failed transaction's range the mappings in it that are zombies: second ones that were undone, and what could not be
+/// undone. The nodes that are left of the range.
+pub(super) fn part_left(slow: &mut Slow, segment: &mut Segment, target: NodeId) -> Vec<NodeId> {
+    let mut left = vec![target];
+    for zombie in slow.physical.zombies.iter_mut().filter(|zombie| zombie.node == NIL) {
+        let (start, end) = (zombie.at * UNITS_PER_GRANULE, (zombie.at + zombie.granules) * UNITS_PER_GRANULE);
+        let holds = |id: &NodeId| segment.nodes[*id].start <= start && segment.nodes[*id].end() >= end;
+        let Some(index) = left.iter().position(holds) else { continue };
+        let mut id = left.swap_remove(index);
+        if segment.nodes[id].start < start {
+            left.push(id);
+            id = segment.split_off(id, start - segment.nodes[id].start);
+        }
+        if segment.nodes[id].end() > end {
+            left.push(segment.split_off(id, end - start));
+        }
+        segment.set_aside(id, Kind::Zombie);
+        zombie.node = id;
     }
     left
 }

@@ -283,8 +283,9 @@ impl Inner {
         // A callback may hold this heap.
         _callbacks = std::mem::take(&mut *self.callbacks.lock());
         self.counters.teardown_nanos.fetch_add(self.driver.nanos().total() - before, Relaxed);
-        for reservation in self.space.reservations() {
-            let unreserve = || self.driver.unreserve(reservation.address, reservation.bytes);
+        // All that the door knows of: also one that could not be used, and not be given back then.
+        for (address, bytes) in self.driver.reservations() {
+            let unreserve = || self.driver.unreserve(address, bytes);
             if let Err(error) = unreserve().or_else(|_| unreserve()) {
                 report("a reservation stays", error);
             }

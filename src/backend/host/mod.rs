@@ -42,6 +42,7 @@ use super::capture::Captures;
 use super::timeline::Timeline;
 use super::{
     Backend, BackendKind, Capabilities, ClientEvent, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId,
+    Unmoved,
 };
 use crate::error::{DriverCall, DriverError, Error};
 use crate::units::{GRANULE, human};

@@ -176,12 +176,13 @@ impl Backend for HostBackend {
         Ok(())
     }
 
-    unsafe fn relocate(&self, from: u64, to: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+    unsafe fn relocate(&self, from: u64, to: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), Unmoved> {
         let mut edit = self.edit(DriverCall::Map);
         let target = edit.plan(to, handle, bytes)?;
         let source = edit.exact(from, bytes)?;
         if source.handle != handle.0 {
-            return Err(edit.refuse(format!("handle {} is mapped at {from:#x}, not {}", source.handle, handle.0)));
+            let why = format!("handle {} is mapped at {from:#x}, not {}", source.handle, handle.0);
+            return Err(edit.refuse(why).into());
         }
         let target = Mapping { accessible: true, ..target };
         // The budget is for what is left afterwards; the margin below the system's limit bears more.

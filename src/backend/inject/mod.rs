@@ -5,7 +5,7 @@
 //! in every run. It also tells whoever plays the device's part when a wait has moved the clock.
 #![allow(unsafe_code, reason = "passes the backend's contracts through, and breaks them on purpose")]
 
-use super::{Backend, ClientEvent, Event, EventScope, PhysicalAllocation, StreamId, handed_on::handed_on};
+use super::{Backend, ClientEvent, Event, EventScope, PhysicalAllocation, StreamId, Unmoved, handed_on::handed_on};
 use crate::error::DriverError;
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -268,22 +268,27 @@ impl Backend for InjectBackend {
         unsafe { self.inner.release(inner, bytes) }
     }
 
-    unsafe fn relocate(&self, from: u64, to: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError> {
+    unsafe fn relocate(&self, from: u64, to: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), Unmoved> {
         let mut state = self.state.lock();
-        if state.gone.contains(&from) {
+        let moved = if state.gone.contains(&from) {
             // SAFETY: passed on to the caller.
             unsafe { self.inner.map(to, state.inner(handle), bytes) }?;
             // SAFETY: the mapping was made just now.
-            unsafe { self.inner.set_access(to, bytes) }?;
-            state.gone.remove(&from);
+            let done = unsafe { self.inner.set_access(to, bytes) };
+            // SAFETY: as above.
+            done.map_err(|error| Unmoved { error, left: unsafe { self.inner.unmap(to, bytes) }.is_err() })
         } else {
             // SAFETY: passed on to the caller.
-            unsafe { self.inner.relocate(from, to, state.inner(handle), bytes) }?;
+            unsafe { self.inner.relocate(from, to, state.inner(handle), bytes) }
+        };
+        if moved.as_ref().err().is_none_or(|unmoved| unmoved.left) {
+            state.mappings.insert(to, Mapped { handle, bytes });
         }
+        moved?;
+        state.gone.remove(&from);
         state.mappings.remove(&from);
-        state.mappings.insert(to, Mapped { handle, bytes });
         drop(state);
-        self.mapped(to)
+        Ok(self.mapped(to)?)
     }
 
     fn record(&self, scope: EventScope) -> Result<Event, DriverError> {
