@@ -193,6 +193,12 @@ impl Inner {
         }
     }
 
+    /// Were imports ended whose use has passed, that wait only for the device to be quiet?
+    pub(super) fn imports_are_due(&self) -> bool {
+        let passed = self.epochs.passed();
+        self.quiesce && self.imports.lock().ending.iter().any(|import| import.epoch <= passed)
+    }
+
     /// At the heap's end, with the device idle: gives back all imports.
     pub(super) fn end_all_imports(&self, slow: &mut Slow) {
         {

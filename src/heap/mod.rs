@@ -190,8 +190,8 @@ impl Heap {
         self.inner.block_info(address)
     }
 
-    /// Gives idle memory whose use has passed back to the driver, down to the policy's `keep`. Never waits,
-    /// but for the device under `remap:quiesce`.
+    /// Gives idle memory whose use has passed back to the driver, down to the policy's `keep`, and imports that were ended.
+    /// Never waits, but for the device under `remap:quiesce`.
     pub fn trim(&self) -> TrimReport {
         if !self.inner.driver.is_ours() {
             return TrimReport { released: 0, reserved: 0 };
@@ -237,7 +237,8 @@ impl Heap {
     }
 
     /// Does deferred work: closes an epoch, unmaps what has passed, shrinks by the policy. Call it now
-    /// and then from any thread; it never waits for the device, unless it shrinks under `remap:quiesce`.
+    /// and then from any thread; it never waits for the device, but under `remap:quiesce`: when it shrinks, and when an
+    /// import was ended whose work has passed. Only after such a wait anything is unmapped there.
     pub fn tick(&self) {
         if self.inner.driver.is_ours() {
             self.inner.tick();

@@ -33,7 +33,7 @@ impl Inner {
     pub(crate) fn trim_to(&self, slow: &mut Slow, keep: u64) -> u64 {
         self.housekeep(slow);
         let before = slow.physical.reserved();
-        if before > keep && !self.may_edit(slow) {
+        if (before > keep || self.imports_are_due()) && !self.may_edit(slow) {
             return 0;
         }
         self.merge_passed();
@@ -135,6 +135,10 @@ impl Inner {
         let mut slow = self.slow.lock();
         self.close_epoch();
         self.housekeep(&mut slow);
+        // Another process waits for its memory, and no request here may ever come.
+        if self.imports_are_due() {
+            self.may_edit(&mut slow);
+        }
         self.obey_limit(&mut slow);
         self.shrink(&mut slow);
     }

@@ -333,6 +333,27 @@ static int what_is_no_ticket_is_refused(int unused) {
   return wrong;
 }
 
+/* What a capture keeps is given back after it, though nobody asks the heap for anything more, also where page tables may be edited
+ * on a quiet device alone. */
+static int an_import_that_is_closed_during_a_capture(int unused) {
+  char ticket[XSEG_TICKET_BYTES];
+  xseg_heap *heap = NULL;
+  xseg_pool pool = {0, 6};
+  byte *memory = NULL;
+  (void)unused;
+  CHECK(setenv("XSEG_CONF", "backend:host,limit:256MiB,remap:quiesce", 1) == 0);
+  make('c', ticket);
+  CHECK(xseg_device_open(0, ticket, (void **)&memory, NULL) == XSEG_OK && memory[0] == 'c');
+  CHECK(xseg_device_heap(0, &heap) == XSEG_OK && xseg_begin_capture(heap, pool, NULL, NULL) == XSEG_OK);
+  CHECK(xseg_device_close(memory) == XSEG_OK);
+  for (int turn = 0; turn < 100; turn++) nap();
+  CHECK(figures().imported >= BYTES);
+  CHECK(xseg_end_capture(heap, pool) == XSEG_OK && xseg_release_capture(heap, pool) == XSEG_OK);
+  all_gone();
+  all_back();
+  return wrong;
+}
+
 static void in_a_process(int (*test)(int)) {
   int status = -1;
   pid_t other = fork();
@@ -346,5 +367,6 @@ int main(void) {
   in_a_process(&an_import_is_made_once_and_outlives_its_exporter);
   in_a_process(&an_exporter_without_descriptors_says_so);
   in_a_process(&what_is_no_ticket_is_refused);
+  in_a_process(&an_import_that_is_closed_during_a_capture);
   return wrong;
 }
