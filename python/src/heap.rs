@@ -137,7 +137,7 @@ impl Heap {
         Ok(py.detach(|| heap.trim().released))
     }
 
-    /// Do deferred work; never waits for the device.
+    /// Do deferred work; waits for the device only under `remap:quiesce`.
     fn tick(&self, py: Python<'_>) -> PyResult<()> {
         let heap = self.ours()?;
         py.detach(|| heap.tick());
