@@ -11,7 +11,7 @@ case "$prefix" in
 esac
 while [ "$prefix" != "${prefix%/}" ]; do prefix=${prefix%/}; done
 case "$prefix" in
-*[!A-Za-z0-9/._+@%,=:~-]*) echo "install.sh: pkg-config cannot name $prefix; give a folder without spaces and quotes" >&2; exit 2 ;;
+*[[:space:]\"\'\\\$\#\|\&]*) echo "install.sh: pkg-config cannot name $prefix; give a folder without spaces, quotes and the like" >&2; exit 2 ;;
 esac
 profile=${PROFILE:-release}
 here=$(cd "$(dirname "$0")" && pwd)
@@ -47,8 +47,8 @@ $as cp -R -P -f "$files/lib" "$files/include" "$to/"
 echo "installed xseg $version under $to"
 if [ -z "${DESTDIR:-}" ]; then
     # The loader looks for new libraries only when it is told.
-    if [ "$(id -u)" = 0 ]; then as=env; fi
-    if [ -n "$as" ] && command -v ldconfig >/dev/null; then $as ldconfig; fi
+    PATH=$PATH:/usr/sbin:/sbin
+    if { [ "$(id -u)" = 0 ] || [ -n "$as" ]; } && command -v ldconfig >/dev/null; then $as ldconfig; fi
     case "$(ldconfig -p 2>/dev/null)" in
     *"$prefix/lib/libxseg.so"*) ;;
     *) echo "programs find it by LD_LIBRARY_PATH=$prefix/lib, and pkg-config by PKG_CONFIG_PATH=$prefix/lib/pkgconfig" ;;

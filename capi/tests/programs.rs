@@ -150,3 +150,12 @@ fn tags_and_recordings() {
     assert!(times.iter().map(|time| time.parse::<u64>().unwrap()).is_sorted());
     assert!(text.starts_with("# recorded by xseg ") && text.lines().nth(1).unwrap().contains("\"backend\": \"host\""));
 }
+
+#[test]
+fn a_folder_that_pkg_config_cannot_name_is_refused() {
+    for name in ["/no such/folder", "/no'such", "/no$such", "/no&such"] {
+        let output = Command::new(here().join("install.sh")).arg(name).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(2) && said.contains("pkg-config cannot name"), "{name}: {said}");
+    }
+}
