@@ -5,23 +5,19 @@
 
 mod support;
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
-use support::{Random, S1, S2};
+use support::{Book, Random, S1, S2, book};
 use xseg::backend::fault::{FaultPlan, FaultRule, FaultyBackend};
 use xseg::backend::sim::{SimBackend, SimGraph, SimOptions};
 use xseg::backend::timeline::Timeline;
-use xseg::backend::{Backend, EventScope, MappingChange, MappingEvent};
+use xseg::backend::{Backend, EventScope};
 use xseg::error::DriverCall;
 use xseg::units::{KIB, MIB};
 use xseg::{Allocation, ClientEvent, Error, Heap, PoolId, StreamFilter, StreamId};
 
 const MICRO: Duration = Duration::from_micros(1);
 const CAPTURED: StreamId = StreamId(7);
-
-/// Mappings as the callbacks tell them.
-type Book = Arc<Mutex<BTreeMap<u64, u64>>>;
 
 struct Rig {
     heap: Heap,
@@ -36,18 +32,9 @@ fn build(plan: FaultPlan) -> Result<Rig, Error> {
     let sim = Arc::new(SimBackend::new(SimOptions { timeline: time.clone(), ..SimOptions::default() }));
     let faulty = Arc::new(FaultyBackend::new(sim.clone()));
     faulty.arm(plan);
-    let book = Book::default();
-    let kept = book.clone();
-    let told = move |event: &MappingEvent| {
-        let mut book = kept.lock().unwrap();
-        let before = match event.change {
-            MappingChange::Unmapping => book.remove(&event.address),
-            MappingChange::Mapped | MappingChange::Kept => book.insert(event.address, event.handle.0),
-        };
-        assert_eq!(before, (event.change == MappingChange::Unmapping).then_some(event.handle.0));
-    };
+    let (book, told) = book();
     let conf = "limit:96MiB,handle_max:16MiB,reserve:64GiB,wait_limit:2ms,growth:exact";
-    let builder = Heap::builder().conf(conf)?.backend(faulty.clone()).on_mapping(Arc::new(told));
+    let builder = Heap::builder().conf(conf)?.backend(faulty.clone()).on_mapping(told);
     Ok(Rig { heap: builder.build()?, faulty, sim, time, book })
 }
 

@@ -5,13 +5,11 @@
 
 mod support;
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
-use support::{MS, S0};
+use std::sync::Arc;
+use support::{Book, MS, S0, book};
 use xseg::backend::fault::{FaultPlan, FaultRule, FaultyBackend};
 use xseg::backend::sim::{SimBackend, SimOptions};
 use xseg::backend::timeline::Timeline;
-use xseg::backend::{MappingChange, MappingEvent};
 use xseg::error::DriverCall;
 use xseg::units::{GRANULE, MIB};
 use xseg::{Allocation, Error, Heap, PoolId, StreamFilter};
@@ -22,26 +20,16 @@ struct Rig {
     faulty: Arc<FaultyBackend<SimBackend>>,
     sim: Arc<SimBackend>,
     time: Timeline,
-    /// Mappings as the callbacks tell them.
-    book: Arc<Mutex<BTreeMap<u64, u64>>>,
+    book: Book,
 }
 
 fn rig(conf: &str) -> Rig {
     let time = Timeline::default();
     let sim = Arc::new(SimBackend::new(SimOptions { timeline: time.clone(), ..SimOptions::default() }));
     let faulty = Arc::new(FaultyBackend::new(sim.clone()));
-    let book = Arc::<Mutex<BTreeMap<u64, u64>>>::default();
-    let kept = book.clone();
-    let told = move |event: &MappingEvent| {
-        let mut book = kept.lock().unwrap();
-        let before = match event.change {
-            MappingChange::Unmapping => book.remove(&event.address),
-            MappingChange::Mapped | MappingChange::Kept => book.insert(event.address, event.handle.0),
-        };
-        assert_eq!(before, (event.change == MappingChange::Unmapping).then_some(event.handle.0));
-    };
+    let (book, told) = book();
     let conf = format!("reserve:8GiB,limit:64MiB,growth:exact,wait_limit:0s,{conf}");
-    let builder = Heap::builder().conf(&conf).unwrap().backend(faulty.clone()).on_mapping(Arc::new(told));
+    let builder = Heap::builder().conf(&conf).unwrap().backend(faulty.clone()).on_mapping(told);
     Rig { heap: builder.build().unwrap(), faulty, sim, time, book }
 }
 

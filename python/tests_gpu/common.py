@@ -46,6 +46,16 @@ def start(conf: str | None = None) -> Any:
     return torch
 
 
+def grows_no_further(torch: Any, pool: Any) -> None:
+    """A pool with an allocator of its own is refused what is above the limit of 2 GiB."""
+    try:
+        with torch.cuda.use_mem_pool(pool):
+            torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:
+        return
+    raise AssertionError("the pool grew beyond the limit")
+
+
 def model_and_data(torch: Any) -> Any:
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -3,13 +3,14 @@
 #![allow(unreachable_pub, reason = "a module of several test binaries")]
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use xseg::backend::Backend;
 use xseg::backend::fault::FaultyBackend;
 use xseg::backend::host::{HostBackend, HostGraph, HostOptions};
 use xseg::backend::sim::{SimBackend, SimGraph, SimOptions};
 use xseg::backend::timeline::Timeline;
+use xseg::backend::{Backend, MappingCallback, MappingChange, MappingEvent};
 use xseg::error::OutOfMemory;
 use xseg::{Allocation, Error, Heap, StreamId};
 
@@ -241,6 +242,24 @@ pub fn out_of_memory<T: std::fmt::Debug>(result: Result<T, Error>) -> OutOfMemor
         Err(Error::OutOfMemory(fields)) => *fields,
         other => panic!("an out-of-memory error was expected, not {other:?}"),
     }
+}
+
+/// Mappings as the callbacks tell them: handles by address.
+pub type Book = Arc<Mutex<BTreeMap<u64, u64>>>;
+
+/// A book, and the callback that keeps it: nothing is mapped twice, and nothing goes that is not there.
+pub fn book() -> (Book, MappingCallback) {
+    let book = Book::default();
+    let kept = book.clone();
+    let told = move |event: &MappingEvent| {
+        let mut book = kept.lock().unwrap();
+        let before = match event.change {
+            MappingChange::Unmapping => book.remove(&event.address),
+            MappingChange::Mapped | MappingChange::Kept => book.insert(event.address, event.handle.0),
+        };
+        assert_eq!(before, (event.change == MappingChange::Unmapping).then_some(event.handle.0));
+    };
+    (book, Arc::new(told))
 }
 
 /// A small generator, so that runs repeat.
