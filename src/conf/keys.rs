@@ -56,7 +56,7 @@ impl Key {
 pub const KEYS: [Key; 21] = [
     Key {
         name: "limit",
-        meaning: "most physical memory that may exist; auto leaves 512 MiB or 1 %, whichever is more, to others",
+        meaning: "most physical memory that may exist; auto leaves 512 MiB or 1 %, whichever is more, to others. `sim` has any amount, so that a share of it is no limit",
         values: "auto, a size from 2MiB, or a share of the device's memory up to 100%",
         default: "auto",
         show: |c| match c.limit {
@@ -153,7 +153,7 @@ pub const KEYS: [Key; 21] = [
     Key {
         name: "shrink",
         meaning: "when idle memory goes back to the driver by itself; `idle` and `watermark` (reserved above live by \
-                  this share) are looked at on calls and on `tick`",
+                  this share) are looked at on calls and on `tick`, and `idle` counts from the first look that finds memory idle",
         values: "never, oom, idle=DURATION (up to 24h), or watermark=SHARE (up to 1000%)",
         default: "oom",
         show: |c| match c.shrink {
