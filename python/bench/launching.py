@@ -125,6 +125,10 @@ class Child:
 
     def kill(self) -> None:
         """Ends it and all that it started: ranks that hang outlive their launcher."""
+        # At once all of its session: what is just becoming another program shows no environment.
+        if self.running.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.running.pid, signal.SIGKILL)
         # Again, since some may have been started while others were found; one that is stuck in the system is left.
         for _ in range(300):
             if not (pids := marked(self.mark)):
