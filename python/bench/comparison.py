@@ -17,8 +17,10 @@ from plan import Plan, peak, probes
 from summary import report, status
 from visit import Visit, about, begin, earlier, lacks, opened, prepare, unwritable
 
-# A workload is a kind of parallel training, and whether it communicates from registered memory.
+# A workload is a kind of parallel training, alone or with a way in which its ranks communicate: from registered memory, or sharing GPUs.
 REGISTERED = "+registered"
+SHARED = "+shared"
+OPTIONS = {"": [], REGISTERED: ["--register"], SHARED: ["--share"]}
 
 
 def together(job: Job, ranks: Sequence[Line], world: int) -> Line:
@@ -52,12 +54,12 @@ def together(job: Job, ranks: Sequence[Line], world: int) -> Line:
 
 def words(job: Job, args: argparse.Namespace) -> list[str]:
     """The command line that starts the ranks of a job."""
-    kind = job.run.removesuffix(REGISTERED)
+    kind = job.run.removesuffix(REGISTERED).removesuffix(SHARED)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks),
         str(Path(__file__).with_name("distributed.py")), "--kind", kind, "--allocator", job.allocator, "--bytes", str(job.limit),
         "--steps", str(job.steps or args.steps), "--warmup", str(args.warmup), "--hang", str(args.hang),
-        *(["--register"] if job.run != kind else []), *(["--small"] if args.small else []),
+        *OPTIONS[job.run.removeprefix(kind)], *(["--small"] if args.small else []),
         *(["--deterministic"] if job.deterministic else []), *(["--turns"] if job.turn else []),
     ]  # fmt: skip
     for name in ("width", "layers", "vocabulary", "batch", "length"):
@@ -121,7 +123,7 @@ def main(args: argparse.Namespace) -> int:
     if args.summary:
         print(report(read(args.summary), plan, args.commit))
         return 0
-    runs = list(args.kinds)
+    runs = [kind + SHARED if args.share else kind for kind in args.kinds]
     if args.register:
         runs += [kind + REGISTERED for kind in runs]
     began = time.monotonic()

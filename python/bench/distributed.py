@@ -14,6 +14,7 @@ minutes than allocators differ (`--turn 0`: one after the other, where the GPUs 
     python distributed.py --compare --ranks 2 --repeat 0 --least --probes 1.005x,1.01x --have lines.jsonl --out more.jsonl
     python distributed.py --compare --ranks 2 --exact-runs 2 --out lines.jsonl   # and losses with deterministic kernels
     python distributed.py --compare --ranks 2 --register --out lines.jsonl   # and all that from memory that NCCL registered
+    python distributed.py --compare --ranks 2 --share --width 1024 --layers 8 --vocabulary 8000 --out lines.jsonl   # two ranks on one GPU
     python distributed.py --summary lines.jsonl
 
 Every rank trains on data and lengths of its own. A rank that does not get on within `--hang` seconds says so, with the stacks of its
@@ -125,14 +126,15 @@ def train(torch: Any, args: argparse.Namespace, line: dict[str, Any], watch: Wat
     dist = torch.distributed
     cuda = torch.cuda.is_available()
     local = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
         if args.bytes:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, args.bytes / total), device)
     timeout = datetime.timedelta(seconds=2 * args.hang)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
+    nccl = cuda and not args.share
+    dist.init_process_group("nccl" if nccl else "gloo", timeout=timeout, device_id=device if nccl else None)
     rank, world = dist.get_rank(), dist.get_world_size()
     if args.deterministic:
         be_deterministic(torch)
@@ -249,6 +251,13 @@ def rank_main(args: argparse.Namespace) -> int:
     if args.record and not gpus_here():
         print("--record is for GPUs: on the host nothing is allocated on xseg", file=sys.stderr)
         return 2
+    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), gpus_here()
+    if ranks > gpus > 0 and not args.share:
+        print(
+            f"{ranks} ranks on this host, but {gpus} {'GPU' if gpus == 1 else 'GPUs'}, and NCCL takes one rank on each; --share has ranks share them",
+            file=sys.stderr,
+        )
+        return 2
     if args.allocator == "expandable":
         # Read when PyTorch is loaded.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -291,6 +300,11 @@ def arguments() -> argparse.ArgumentParser:
     add("--warmup", type=whole(0), default=5, help="steps before the clock starts (default %(default)s)")
     add("--bytes", type=whole(0), default=0, help="most memory of each rank; 0: no limit")
     add("--register", action="store_true", help="communicate from memory that NCCL allocated and registered")
+    add(
+        "--share",
+        action="store_true",
+        help="ranks share the GPUs where there are fewer; they communicate by gloo, through the host's memory",
+    )
     add("--deterministic", action="store_true", help="kernels whose results are the same each time")
     add("--record", default="", help="file for a recording of what rank 0 allocates on xseg (`xseg replay` takes it)")
     add(
@@ -387,7 +401,10 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = arguments().parse_args()
+    parser = arguments()
+    args = parser.parse_args()
+    if args.share and args.register:
+        parser.error("--register is for NCCL, which --share does without")
     if args.small or not (args.summary or gpus_here()):
         args.small = True
         args.width, args.layers, args.vocabulary, args.batch, args.length = SMALL

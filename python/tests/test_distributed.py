@@ -67,6 +67,30 @@ def test_exact_runs_have_deterministic_kernels() -> None:
     assert ranks.deterministic and ranks.register and ranks.kind == "fsdp2"
 
 
+def test_ranks_that_share_gpus_say_so() -> None:
+    args = distributed.arguments().parse_args(["--compare", "--share"])
+    command = comparison.words(Job("fsdp2+shared", "xseg", "round"), args)
+    ranks = distributed.arguments().parse_args(command[command.index("--kind") :])
+    assert ranks.share and not ranks.register and ranks.kind == "fsdp2"
+    assert "--share" not in comparison.words(JOB, args)
+
+
+def test_more_ranks_than_gpus_are_told_of_sharing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(distributed, "gpus_here", lambda: 1)
+    monkeypatch.setattr(distributed, "lacks", lambda *_: False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert distributed.rank_main(distributed.arguments().parse_args([])) == 2
+    assert "2 ranks on this host, but 1 GPU," in capsys.readouterr().err
+
+
+def test_nothing_is_registered_where_ranks_share_gpus() -> None:
+    done = subprocess.run([sys.executable, SCRIPT, "--share", "--register"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "--register is for NCCL" in done.stderr
+
+
 def test_probes_are_multiples_of_what_native_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     args = distributed.arguments().parse_args(["--probes", "1.005x,1.01", "--probe-steps", "3"])
     known = {
