@@ -117,6 +117,7 @@ fn wrong_pointers_are_told_apart_and_harm_nothing() {
         assert_eq!(fault_of(lab.heap.record_use(inside, S2), inside), PointerFault::Interior);
         assert_eq!(fault_of(lab.heap.block_size(inside).map(drop), inside), PointerFault::Interior);
     }
+    assert!(matches!(lab.heap.retire_stream(S2), Err(Error::DeadStream { stream: 2, .. })), "it was never used");
     for foreign in [0, 1, 512, 1 << 30, u64::MAX, u64::MAX - 511] {
         assert_eq!(fault_of(lab.heap.free_raw(foreign), foreign), PointerFault::Foreign);
         assert_eq!(fault_of(lab.heap.pin(foreign, 512), foreign), PointerFault::Foreign);

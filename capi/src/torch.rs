@@ -23,17 +23,27 @@ pub unsafe extern "C-unwind" fn xseg_torch_alloc(bytes: usize, device: c_int, st
     if bytes == 0 {
         return std::ptr::null_mut();
     }
-    let why = match caught(|| allocate(device, bytes as u64, stream)) {
-        Ok(address) => return std::ptr::with_exposed_provenance_mut(address as usize),
-        Err(failure) => failure.why,
-    };
-    note(&why);
-    let text = format!("CUDA out of memory. xseg: {why}");
-    drop(why);
-    // SAFETY: the caller's; this frame is `C-unwind` and holds nothing but text.
+    match caught(|| allocate(device, bytes as u64, stream)) {
+        Ok(address) => std::ptr::with_exposed_provenance_mut(address as usize),
+        Err(failure) => {
+            // SAFETY: the caller's.
+            unsafe { thrown("CUDA out of memory. xseg", failure) };
+            std::ptr::null_mut()
+        }
+    }
+}
+
+/// Throws a failure as a C++ exception; comes back only where no C++ library is loaded to throw one.
+///
+/// # Safety
+/// The caller is `C-unwind`, and is called by C++ that catches exceptions, or lets itself be unwound.
+unsafe fn thrown(what: &str, failure: Failure) {
+    note(&failure.why);
+    let text = format!("{what}: {}", failure.why);
+    drop(failure);
+    // SAFETY: the caller's; this frame holds nothing but text.
     unsafe { throw::runtime_error(&text) };
-    eprintln!("xseg: {text}; no C++ library is loaded to throw an exception with, so a null pointer is returned");
-    std::ptr::null_mut()
+    eprintln!("{text}; no C++ library is loaded to throw an exception with");
 }
 
 /// `CUDAPluggableAllocator`'s free.
@@ -193,16 +203,10 @@ pub unsafe extern "C-unwind" fn xseg_torch_begin_pool(device: c_int, first: u64,
         });
         begin_pool(device, PoolId(first, second), takes)
     });
-    let why = match done {
-        Ok(()) => return,
-        Err(failure) => failure.why,
-    };
-    note(&why);
-    let text = format!("xseg could not open a pool: {why}");
-    drop(why);
-    // SAFETY: the caller's; this frame is `C-unwind` and holds nothing but text.
-    unsafe { throw::runtime_error(&text) };
-    eprintln!("{text}; no C++ library is loaded to throw an exception with");
+    if let Err(failure) = done {
+        // SAFETY: the caller's.
+        unsafe { thrown("xseg could not open a pool", failure) };
+    }
 }
 
 /// A pool is opened with a filter of the caller's; see `xseg_begin_capture`. While a pool is open a second opening

@@ -350,6 +350,8 @@ impl Inner {
     /// Declares that work queued on `stream` up to the free uses the block.
     pub(crate) fn record_use(&self, address: u64, stream: StreamId) -> Result<()> {
         let key = self.driver.backend().stream_key(stream)?;
+        // A wrong address enters no stream.
+        self.block_info(address)?;
         let user = self.streams.get(key, stream)?;
         let (place, mut segment, id) = self.live_block(address)?;
         let node = &mut segment.nodes[id];

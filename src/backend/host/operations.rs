@@ -204,11 +204,15 @@ impl Backend for HostBackend {
             edit.kernel(answer)?;
             // SAFETY: nobody uses `from`, by the caller's word.
             let left = if source.accessible { unsafe { sys::leave_hole(from, bytes) } } else { Ok(()) };
-            if left.is_err() {
+            if let Err(error) = edit.kernel(left) {
                 // SAFETY: the mapping at `to` is new, nobody uses it.
-                let _ = unsafe { sys::leave_hole(to, bytes) };
+                let left = unsafe { sys::leave_hole(to, bytes) }.is_err();
+                if left {
+                    edit.space.table.insert(to, target);
+                    edit.space.physical.mapped(handle.0);
+                }
+                return Err(Unmoved { error, left });
             }
-            edit.kernel(left)?;
         }
         edit.space.table.remove(from);
         edit.space.table.insert(to, target);
