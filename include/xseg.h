@@ -376,6 +376,12 @@ enum xseg_status xseg_device_free(void *block);
 // As `xseg_record_use`.
 enum xseg_status xseg_device_record_use(const void *block, xseg_stream stream);
 
+// As `xseg_record_use_on`, for a block of any device's heap.
+//
+// What the caller promises:
+// As `xseg_record_use`.
+enum xseg_status xseg_device_record_use_on(const void *block, xseg_stream stream, int device);
+
 // Bytes of all allocations so far on a device's heap: rounded, and as asked for. Either place may be null; 0 where the
 // device has no heap yet.
 //
@@ -468,10 +474,23 @@ enum xseg_status xseg_free_after(xseg_heap *heap,
 enum xseg_status xseg_block_size(xseg_heap *heap, const void *block, uint64_t *requested, uint64_t *size);
 
 // Says that work on `stream`, queued up to the block's free, uses the block: it is reused only when that work is done.
+// The stream may be of another GPU than the heap, but a default stream is taken for the heap's: see `xseg_record_use_on`.
 //
 // What the caller promises:
 // `stream` exists.
-enum xseg_status xseg_record_use(xseg_heap *heap, const void *block, xseg_stream stream);
+enum xseg_status xseg_record_use(xseg_heap *heap,
+                                 const void *block,
+                                 xseg_stream stream);
+
+// As `xseg_record_use`, for a stream of the GPU `device`, a default stream as well. A stream of another GPU has to exist when the
+// block is freed: else all that was queued on that GPU is waited for.
+//
+// What the caller promises:
+// As `xseg_record_use`.
+enum xseg_status xseg_record_use_on(xseg_heap *heap,
+                                    const void *block,
+                                    xseg_stream stream,
+                                    int device);
 
 // The stream is going to be destroyed: what it freed belongs to all when its work has passed. Later use of it is an error.
 //

@@ -68,6 +68,8 @@ class Block {
 
   /// Work on `stream`, queued before the block ends, uses it too.
   void record_use(xseg_stream stream) const { check(xseg_record_use(heap_, address_, stream)); }
+  // Of another GPU's stream.
+  void record_use(xseg_stream stream, int device) const { check(xseg_record_use_on(heap_, address_, stream, device)); }
 
   /// Bytes that were asked for.
   std::uint64_t size() const {

@@ -31,7 +31,7 @@ use std::sync::{Arc, OnceLock};
 /// As with `cudarc`'s own buffers, use through these traits on *another* stream is ordered after the
 /// work before it and before the work after it while the context manages streams
 /// (`CudaContext::is_managing_stream_synchronization`), and the heap is told, so that the memory is
-/// not reused before that stream has passed. As a bare kernel argument (`LaunchArgs::arg`) it is
+/// not reused before that stream has passed; of a stream of another GPU the host waits for the end of each use. As a bare kernel argument (`LaunchArgs::arg`) it is
 /// ordered on its own stream only: call [`DeviceBuffer::use_on`] before launching on another.
 ///
 /// Any thread may use it. Two guards of different streams held at once order only the later use.
@@ -145,8 +145,8 @@ impl<T> DeviceBuffer<T> {
     /// # Errors
     /// When the driver refuses, or `stream` is dead.
     pub fn use_on(&self, stream: &CudaStream) -> Result<()> {
-        if id(stream) != id(&self.stream) {
-            self.allocation.record_use(id(stream))?;
+        if self.is_foreign(stream) {
+            self.told_of(stream)?;
             stream.join(&self.stream).map_err(refused)?;
         }
         if let Some(event) = self.elsewhere.get() {
@@ -155,11 +155,22 @@ impl<T> DeviceBuffer<T> {
         Ok(())
     }
 
+    /// Is it another stream than the buffer's? The default streams of all devices have the same handle.
+    fn is_foreign(&self, stream: &CudaStream) -> bool {
+        id(stream) != id(&self.stream) || stream.context().ordinal() != self.stream.context().ordinal()
+    }
+
+    fn told_of(&self, stream: &CudaStream) -> Result<()> {
+        let device = u32::try_from(stream.context().ordinal());
+        let device = device.map_err(|error| Error::InvalidArgument(format!("the stream's device: {error}")))?;
+        self.allocation.record_use_on(id(stream), device)
+    }
+
     /// The order that `cudarc`'s traits promise; failures surface at the context's next call, as theirs do.
     fn ordered<'a>(&'a self, stream: &'a CudaStream) -> SyncOnDrop<'a> {
         let context = stream.context();
-        let foreign = id(stream) != id(&self.stream);
-        let told = !foreign || self.allocation.record_use(id(stream)).is_ok();
+        let foreign = self.is_foreign(stream);
+        let told = !foreign || self.told_of(stream).is_ok();
         // Of a use that the heap knows nothing of, the host waits for the end.
         let unordered = if told { SyncOnDrop::Record(None) } else { SyncOnDrop::Sync(Some(stream)) };
         if !context.is_managing_stream_synchronization() {
@@ -174,6 +185,10 @@ impl<T> DeviceBuffer<T> {
         context.record_err(stream.join(&self.stream));
         if !told {
             return unordered;
+        }
+        if context.ordinal() != self.stream.context().ordinal() {
+            // An event is of one device: the host waits for the end instead.
+            return SyncOnDrop::Sync(Some(stream));
         }
         if self.elsewhere.get().is_none() {
             match context.new_event(None) {

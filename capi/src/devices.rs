@@ -153,13 +153,22 @@ pub(crate) fn free(block: *const c_void) -> Result<(), Failure> {
     noted::free(block.addr() as u64, || with_owner(block, Heap::free_raw))
 }
 
-pub(crate) fn record_use(block: *const c_void, stream: xseg_stream) -> Result<(), Failure> {
+pub(crate) fn record_use(block: *const c_void, stream: xseg_stream, device: Option<c_int>) -> Result<(), Failure> {
     forked()?;
-    with_owner(block, |heap, address| heap.record_use(address, stream_id(stream)))?;
+    let device = device.map(whose).transpose()?;
+    with_owner(block, |heap, address| match device {
+        Some(device) => heap.record_use_on(address, stream_id(stream), device),
+        None => heap.record_use(address, stream_id(stream)),
+    })?;
     if noted::wanted() {
         noted::used(block.addr() as u64, stream_id(stream).0);
     }
     Ok(())
+}
+
+/// The number of a stream's device.
+pub(crate) fn whose(device: c_int) -> Result<u32, Failure> {
+    u32::try_from(device).map_err(|_| Failure::argument(format!("device numbers are 0 and up, not {device}")))
 }
 
 /// The device whose heap has this handle; `None`: no device's.
@@ -213,7 +222,20 @@ pub unsafe extern "C" fn xseg_device_free(block: *mut c_void) -> xseg_status {
 /// As `xseg_record_use`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn xseg_device_record_use(block: *const c_void, stream: xseg_stream) -> xseg_status {
-    guard(|| record_use(block, stream))
+    guard(|| record_use(block, stream, None))
+}
+
+/// As `xseg_record_use_on`, for a block of any device's heap.
+///
+/// # Safety
+/// As `xseg_record_use`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xseg_device_record_use_on(
+    block: *const c_void,
+    stream: xseg_stream,
+    device: c_int,
+) -> xseg_status {
+    guard(|| record_use(block, stream, Some(device)))
 }
 
 /// Bytes of all allocations so far on a device's heap: rounded, and as asked for. Either place may be null; 0 where the

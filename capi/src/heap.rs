@@ -1,11 +1,12 @@
 //! Heaps and blocks.
 
 use crate::callbacks::xseg_mapping_callback;
+use crate::devices::whose;
 use crate::handles::{enter, heap, xseg_heap};
 use crate::noted;
 use crate::status::{Failure, guard, xseg_status};
 use crate::{callbacks, stream_id, xseg_stream};
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::num::NonZeroU64;
 use xseg::{Allocation, ClientEvent, Config, Error, Heap};
 
@@ -263,6 +264,7 @@ pub unsafe extern "C" fn xseg_block_size(
 }
 
 /// Says that work on `stream`, queued up to the block's free, uses the block: it is reused only when that work is done.
+/// The stream may be of another GPU than the heap, but a default stream is taken for the heap's: see `xseg_record_use_on`.
 ///
 /// # Safety
 /// `stream` exists.
@@ -275,9 +277,33 @@ pub unsafe extern "C" fn xseg_record_use(
     guard(|| {
         let block = self::block(block)?;
         self::heap(heap)?.record_use(block, stream_id(stream))?;
-        if noted::wanted() {
-            noted::used(block, stream_id(stream).0);
-        }
+        note_use(block, stream);
+        Ok(())
+    })
+}
+
+fn note_use(block: u64, stream: xseg_stream) {
+    if noted::wanted() {
+        noted::used(block, stream_id(stream).0);
+    }
+}
+
+/// As `xseg_record_use`, for a stream of the GPU `device`, a default stream as well. A stream of another GPU has to exist when the
+/// block is freed: else all that was queued on that GPU is waited for.
+///
+/// # Safety
+/// As `xseg_record_use`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xseg_record_use_on(
+    heap: *mut xseg_heap,
+    block: *const c_void,
+    stream: xseg_stream,
+    device: c_int,
+) -> xseg_status {
+    guard(|| {
+        let block = self::block(block)?;
+        self::heap(heap)?.record_use_on(block, stream_id(stream), whose(device)?)?;
+        note_use(block, stream);
         Ok(())
     })
 }

@@ -66,7 +66,7 @@ pub unsafe extern "C" fn xseg_torch_free(block: *mut c_void, bytes: usize, devic
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn xseg_torch_record_stream(block: *mut c_void, stream: xseg_stream) {
     if !block.is_null() {
-        told("record the use of a block", guard(|| record_use(block, stream)));
+        told("record the use of a block", guard(|| record_use(block, stream, None)));
     }
 }
 

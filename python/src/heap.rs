@@ -117,13 +117,19 @@ impl Heap {
         Ok(Imported::new(imported, self.heap.backend().kind()))
     }
 
-    /// Work on `stream`, queued up to its free, uses the block at `address`.
+    /// Work on `stream`, queued up to its free, uses the block at `address`. `device` is the GPU that a default stream is of, where it
+    /// is not the heap's.
+    #[pyo3(signature = (address, stream, device=None))]
     fn record_use(
         &self,
         #[pyo3(from_py_with = number::address)] address: u64,
         #[pyo3(from_py_with = number::stream)] stream: u64,
+        #[pyo3(from_py_with = number::device)] device: Option<u32>,
     ) -> PyResult<()> {
-        self.ours()?.record_use(address, StreamId(stream)).map_err(raise)
+        let (heap, stream) = (self.ours()?, StreamId(stream));
+        device
+            .map_or_else(|| heap.record_use(address, stream), |device| heap.record_use_on(address, stream, device))
+            .map_err(raise)
     }
 
     /// The bytes that were asked for and those that the block at `address` takes up.
@@ -347,9 +353,18 @@ impl Block {
         self.live(|_| ()).is_err()
     }
 
-    /// Work on `stream`, queued before the block is freed, uses it too.
-    fn record_use(&self, #[pyo3(from_py_with = number::stream)] stream: u64) -> PyResult<()> {
-        self.live(|found| found.record_use(StreamId(stream)))?.map_err(raise)
+    /// Work on `stream`, queued before the block is freed, uses it too; `device` as for `Heap.record_use`.
+    #[pyo3(signature = (stream, device=None))]
+    fn record_use(
+        &self,
+        #[pyo3(from_py_with = number::stream)] stream: u64,
+        #[pyo3(from_py_with = number::device)] device: Option<u32>,
+    ) -> PyResult<()> {
+        let stream = StreamId(stream);
+        self.live(|found| {
+            device.map_or_else(|| found.record_use(stream), |device| found.record_use_on(stream, device))
+        })?
+        .map_err(raise)
     }
 
     /// Export the block for one import by another process. It may be closed afterwards: its memory goes to nobody else until

@@ -52,6 +52,11 @@ pub(crate) fn stream(value: &Bound<'_, PyAny>) -> PyResult<u64> {
     whole(value, "stream:")
 }
 
+/// The number of a GPU; None: not given.
+pub(crate) fn device(value: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
+    if value.is_none() { Ok(None) } else { fits(value, "device:", "from 0 up").map(Some) }
+}
+
 /// None: all.
 pub(crate) fn streams(value: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u64>>> {
     let listed: Option<Vec<Bound<'_, PyAny>>> =

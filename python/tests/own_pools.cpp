@@ -126,7 +126,7 @@ void what_other_streams_use_waits_for_them() {
   pools.make(0, ONE, world.source());
   pools.begin(0, ONE, all);
   void* block = pools.take(0, 2 * MIB, A).block;
-  assert(pools.use(block, B) && pools.use(block, B) && pools.use(block, A) && !pools.use(A, B));
+  assert(pools.use(block, 0, B) && pools.use(block, 0, B) && pools.use(block, 0, A) && !pools.use(A, 0, B));
   world.busy = {B};
   assert(pools.give(block));
   void* second = pools.take(0, 2 * MIB, A).block;
@@ -182,7 +182,7 @@ void what_other_streams_use_within_a_capture_waits_until_it_is_over() {
   pools.begin(0, ONE, all);
   world.capturing = {A, B};
   void* block = pools.take(0, 2 * MIB, A).block;
-  assert(pools.use(block, B) && pools.give(block));
+  assert(pools.use(block, 0, B) && pools.give(block));
   void* second = pools.take(0, 2 * MIB, A).block;
   assert(second != block && world.events.empty());
   world.capturing.clear();

@@ -40,6 +40,21 @@ macro_rules! handed_on {
             self.inner.is_default(stream)
         }
 
+        fn abroad(
+            &self,
+            stream: $crate::backend::StreamId,
+            device: Option<u32>,
+        ) -> Result<Option<$crate::backend::Abroad>, $crate::error::Error> {
+            self.inner.abroad(stream, device)
+        }
+
+        fn record_abroad(
+            &self,
+            abroad: &$crate::backend::Abroad,
+        ) -> Result<$crate::backend::Event, $crate::error::DriverError> {
+            self.inner.record_abroad(abroad)
+        }
+
         fn recycle(&self, event: $crate::backend::Event) {
             self.inner.recycle(event);
         }

@@ -54,6 +54,17 @@ pub struct Event(pub u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ClientEvent(pub u64);
 
+/// A stream of another device, which events of this one say nothing of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Abroad {
+    /// The driver's handle of its context.
+    pub context: u64,
+    /// The driver's handle of the stream.
+    pub stream: u64,
+    /// Its identity, by which one that is gone is known; 0: a default stream, which always exists.
+    pub id: u64,
+}
+
 /// Part of a handle's memory that another process or device may map. See
 /// [`crate::Heap::export_handles`].
 #[derive(Debug)]
@@ -284,6 +295,24 @@ pub trait Backend: Send + Sync + fmt::Debug {
     fn adopt(&self, _event: ClientEvent) -> Result<Event, DriverError> {
         let why = format!("the {} backend takes no events of clients", self.kind());
         Err(DriverError::new(crate::error::DriverCall::Event, why))
+    }
+
+    /// Which stream this is, where it is another device's: `device`'s, where the caller knows whose it is, which the handles of
+    /// default streams do not say. `None` for this device's, and for one that captures and whose device is not given.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a device that does not exist.
+    fn abroad(&self, _stream: StreamId, _device: Option<u32>) -> Result<Option<Abroad>, Error> {
+        Ok(None)
+    }
+
+    /// An event of this device that completes when what a stream of another device has queued so far has; where that stream is
+    /// gone, when all has that its device was given. Never waits.
+    fn record_abroad(&self, _abroad: &Abroad) -> Result<Event, DriverError> {
+        Err(DriverError::new(
+            crate::error::DriverCall::Event,
+            format!("the {} backend has no other devices", self.kind()),
+        ))
     }
 
     /// Takes an event back.

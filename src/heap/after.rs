@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use super::inner::{Inner, Use};
-use crate::backend::{ClientEvent, Event, EventScope};
+use crate::backend::{Abroad, Backend, ClientEvent, Event, EventScope};
 use crate::epoch::{self, Closing};
 use crate::error::Result;
 use crate::segment::Stamp;
@@ -25,8 +25,26 @@ pub(crate) struct Pending {
     /// What must complete; where an event was refused, the epoch of the stamp must pass instead. Who waits for them shares them.
     pub(crate) events: Closing,
     pub(crate) refused: bool,
+    /// Streams of other devices whose event was refused: no epoch of this device proves anything of them, so it is asked for again.
+    pub(crate) away: Vec<Abroad>,
     /// First unit of the block: it waits for imports that are open too.
     pub(crate) unit: u32,
+}
+
+impl Pending {
+    /// Asks again for the events on other devices that were refused.
+    #[cold]
+    pub(crate) fn record_away(&mut self, backend: &dyn Backend) {
+        // Who waits for the events holds them; then it is asked again later.
+        let Some(events) = Closing::get_mut(&mut self.events) else { return };
+        self.away.retain(|abroad| match backend.record_abroad(abroad) {
+            Ok(event) => {
+                events.push(event);
+                false
+            }
+            Err(_) => true,
+        });
+    }
 }
 
 impl Inner {
@@ -52,12 +70,22 @@ impl Inner {
         let uses = self.uses.lock().remove(&unit).unwrap_or_default();
         let backend = self.driver.backend();
         let mut events: Vec<Event> = after.into_iter().collect();
-        let mut refused = false;
+        let (mut refused, mut away) = (false, Vec::new());
         // Held while recording, so that a shutdown finds every event that there is.
         let mut pending = self.pending.lock();
-        for Use { stream, key, retired } in uses {
+        for Use { stream, key, retired, abroad } in uses {
             if self.shut.load(Relaxed) {
                 break;
+            }
+            if let Some(abroad) = abroad {
+                match backend.record_abroad(&abroad) {
+                    Ok(event) => events.push(event),
+                    Err(error) => {
+                        tracing::debug!(%error, ?stream, "no event for a use on another device yet");
+                        away.push(abroad);
+                    }
+                }
+                continue;
             }
             // An event on another stream, or on this thread's own for another thread's, would prove nothing.
             if retired || backend.stream_key(stream) != Ok(key) {
@@ -75,7 +103,7 @@ impl Inner {
         if self.shut.load(Relaxed) {
             events.drain(..).for_each(|event| backend.recycle(event));
         }
-        pending.push_back(Pending { segment, node, stamp, events: Closing::new(events), refused, unit });
+        pending.push_back(Pending { segment, node, stamp, events: Closing::new(events), refused, away, unit });
         self.any_pending.store(true, Relaxed);
     }
 
@@ -106,8 +134,12 @@ impl Inner {
         {
             let mut pending = self.pending.lock();
             for _ in 0..pending.len().min(most) {
-                let Some(one) = pending.pop_front() else { break };
-                let done = (!one.refused || one.stamp.epoch <= passed)
+                let Some(mut one) = pending.pop_front() else { break };
+                if !one.away.is_empty() {
+                    one.record_away(backend);
+                }
+                let done = one.away.is_empty()
+                    && (!one.refused || one.stamp.epoch <= passed)
                     && !self.exports.lock().contains(one.unit)
                     && one.events.iter().all(|event| backend.is_done(event).unwrap_or(false));
                 if done {

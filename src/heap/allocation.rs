@@ -56,6 +56,14 @@ impl Allocation {
         self.heap.record_use(self.block.address, stream)
     }
 
+    /// See [`Heap::record_use_on`].
+    ///
+    /// # Errors
+    /// [`crate::Error::DeadStream`], [`crate::Error::InvalidArgument`].
+    pub fn record_use_on(&self, stream: StreamId, device: u32) -> Result<()> {
+        self.heap.record_use_on(self.block.address, stream, device)
+    }
+
     /// The bare address; the block is freed by [`Heap::free_raw`] from now on.
     #[must_use]
     pub fn into_raw(mut self) -> u64 {

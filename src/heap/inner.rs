@@ -13,9 +13,9 @@ use super::space::Space;
 use super::stats::Counters;
 use super::streams::{SEGMENTS, Stream, Streams};
 use super::tally::{Peaks, Tally};
-use crate::backend::StreamId;
 use crate::backend::driver::Driver;
 use crate::backend::nvtx::Nvtx;
+use crate::backend::{Abroad, StreamId};
 use crate::config::{Config, CrossStream, Shrink};
 use crate::edges::Edges;
 use crate::epoch::Epochs;
@@ -58,6 +58,8 @@ pub(super) struct Use {
     pub(super) key: u64,
     /// The stream was retired meanwhile, and its handle may be gone.
     pub(super) retired: bool,
+    /// It is another device's: only an event on it proves anything.
+    pub(super) abroad: Option<Abroad>,
 }
 
 /// What the driver lock guards.
@@ -290,11 +292,30 @@ impl Inner {
             Some(key) => key,
             None => backend.stream_key(id)?,
         };
-        let stream = self.streams.get(key, id)?;
+        let stream = self.own_stream(key, id)?;
         if backend.is_lasting(id) {
             self.streams.note_lasting(key, id);
         }
         Ok(stream)
+    }
+
+    /// The stream of an identity, which has to be this device's: this device's events prove nothing of others.
+    pub(super) fn own_stream(&self, key: u64, id: StreamId) -> Result<Stream> {
+        self.may_enter(key, id)?;
+        self.streams.get(key, id)
+    }
+
+    /// Refuses a new stream of another device.
+    pub(super) fn may_enter(&self, key: u64, id: StreamId) -> Result<()> {
+        if !self.streams.is_known(key) && self.driver.backend().abroad(id, None)?.is_some() {
+            return Err(Error::InvalidArgument(format!(
+                "stream {:#x} is of another device than the heap, {}; allocate for one of this device, and declare the use on the other \
+                 by `record_use`",
+                id.0,
+                self.driver.backend().device()
+            )));
+        }
+        Ok(())
     }
 
     /// As [`Self::wanted`], with the stream's identity where it is known already.
@@ -347,22 +368,26 @@ impl Inner {
         self.live().saturating_add(bytes) > self.limit.load(Relaxed)
     }
 
-    /// Declares that work queued on `stream` up to the free uses the block.
-    pub(crate) fn record_use(&self, address: u64, stream: StreamId) -> Result<()> {
-        let key = self.driver.backend().stream_key(stream)?;
+    /// Declares that work queued on `stream` up to the free uses the block; `device` is whose stream it is, where that is known.
+    pub(crate) fn record_use(&self, address: u64, stream: StreamId, device: Option<u32>) -> Result<()> {
+        let backend = self.driver.backend();
+        let key = backend.stream_key(stream)?;
         // A wrong address enters no stream.
         self.block_info(address)?;
-        let user = self.streams.get(key, stream)?;
+        // What is known is this device's, but for the handles of default streams.
+        let asked = device.is_some() || !self.streams.is_known(key);
+        let abroad = if asked { backend.abroad(stream, device)? } else { None };
+        let user = if abroad.is_none() { Some(self.streams.get(key, stream)?.slot) } else { None };
         let (place, mut segment, id) = self.live_block(address)?;
         let node = &mut segment.nodes[id];
-        if node.owner == user.slot {
+        if Some(node.owner) == user {
             return Ok(());
         }
         node.has_uses = true;
         let mut uses = self.uses.lock();
         let uses = uses.entry(place.unit()).or_default();
-        if !uses.iter().any(|one| one.key == key) {
-            uses.push(Use { stream, key, retired: false });
+        if !uses.iter().any(|one| one.key == key && one.abroad == abroad) {
+            uses.push(Use { stream, key, retired: false, abroad });
         }
         Ok(())
     }

@@ -127,13 +127,17 @@ impl Inner {
             return done.map(|()| true);
         }
         // It stays in the list: others wait for it too, and its pool has a block that waits.
-        let (events, unit) = {
+        let (events, unit, away) = {
             let mut pending = self.pending.lock();
             let Some(first) = pending.front() else { return Ok(false) };
-            let first = (Closing::clone(&first.events), first.unit);
+            let first = (Closing::clone(&first.events), first.unit, !first.away.is_empty());
             pending.rotate_left(1);
             first
         };
+        if away {
+            // An event is asked for again each time that the list is looked at.
+            std::thread::sleep(slice);
+        }
         let done = waits(backend, &events, slice);
         recycle(backend, events);
         self.wait_for_import(unit, slice);

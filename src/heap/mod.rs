@@ -174,12 +174,22 @@ impl Heap {
     }
 
     /// Declares that work on `stream`, queued up to the block's free, uses the block: after the free it
-    /// is reused only when that work is done.
+    /// is reused only when that work is done. The stream may be of another GPU, but a default stream is taken for
+    /// the heap's: see [`Heap::record_use_on`]. Any thread.
     ///
     /// # Errors
     /// [`crate::Error::InvalidPointer`], [`crate::Error::DeadStream`].
     pub fn record_use(&self, address: u64, stream: StreamId) -> Result<()> {
-        self.inner.ours()?.record_use(address, stream)
+        self.inner.ours()?.record_use(address, stream, None)
+    }
+
+    /// As [`Heap::record_use`], for a stream of the GPU of this number, a default stream as well. A stream of another GPU has to
+    /// exist when the block is freed: else all that was queued on that GPU is waited for. Any thread.
+    ///
+    /// # Errors
+    /// As [`Heap::record_use`]; [`crate::Error::InvalidArgument`] for a device that does not exist.
+    pub fn record_use_on(&self, address: u64, stream: StreamId, device: u32) -> Result<()> {
+        self.inner.ours()?.record_use(address, stream, Some(device))
     }
 
     /// Requested and rounded size in bytes of the live block at `address`.

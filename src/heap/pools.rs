@@ -205,7 +205,9 @@ impl Inner {
                 return Err(Error::InvalidArgument(why.into()));
             }
             for stream in streams {
-                named.push((self.driver.backend().stream_key(*stream)?, *stream));
+                let key = self.driver.backend().stream_key(*stream)?;
+                self.may_enter(key, *stream)?;
+                named.push((key, *stream));
             }
         }
         let _before;

@@ -266,6 +266,8 @@ impl Inner {
         let _callbacks;
         let mut slow = self.slow.lock();
         let backend = self.driver.backend();
+        // Work of other devices that blocks wait for: what this device is waited for comes after it.
+        self.pending.lock().iter_mut().filter(|one| !one.away.is_empty()).for_each(|one| one.record_away(backend));
         if let Err(error) = backend.quiesce() {
             tracing::warn!(%error, "the device could not be waited for at shutdown");
         }

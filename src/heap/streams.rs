@@ -109,6 +109,11 @@ impl Streams {
         }
     }
 
+    /// Is there a stream of this identity, or was one retired?
+    pub(crate) fn is_known(&self, key: u64) -> bool {
+        self.known.get(key) != 0
+    }
+
     /// The stream of a handle that stands for one for good, if that is known without a search.
     #[inline]
     pub(crate) fn lasting(&self, id: StreamId) -> Option<Known> {

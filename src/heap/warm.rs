@@ -174,7 +174,7 @@ impl Inner {
         let (backend, stream) = (self.driver.backend(), wanted.stream.id);
         if backend.known_stream_key(stream).is_some() {
             let key = backend.stream_key(stream)?;
-            if self.streams.get(key, stream)?.slot != wanted.stream.slot {
+            if self.own_stream(key, stream)?.slot != wanted.stream.slot {
                 let align = u64::from(wanted.align) * UNIT;
                 return self.alloc_slow(&self.wanted_of(wanted.bytes, align, stream, Some(key))?);
             }

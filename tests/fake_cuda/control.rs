@@ -130,6 +130,7 @@ impl Control {
         fn count(what: u32) -> u64 = b"fake_count\0";
         fn clear_log() = b"fake_log_clear\0";
         fn hold_events(hold: bool) = b"fake_hold_events\0";
+        fn busy(device: i32) = b"fake_busy\0";
         fn start_capture(stream: u64) -> bool = b"fake_capture\0";
         /// Devices, by bit, that may access the mapping at an address.
         fn access(address: u64) -> u64 = b"fake_access\0";

@@ -290,6 +290,7 @@ driver! {
         let id = s.fresh(100, 1);
         let handle = s.old_streams.pop().unwrap_or(0x5000_0000 + id * 0x40);
         s.streams.insert(handle, id);
+        s.note_device(handle);
         if flags & 1 == 0 {
             s.blocking.insert(handle);
         }
@@ -314,6 +315,11 @@ driver! {
             return Err(CAPTURE_UNSUPPORTED);
         }
         out!(id, found)
+    }
+    fn cuStreamGetCtx(stream: u64, context: *mut u64) Context [stream] |s| {
+        s.stream(stream)?;
+        // Of a default stream it is the current one.
+        out!(context, s.of.get(&stream).map_or_else(current, |device| context_of(*device)))
     }
     fn cuStreamIsCapturing(stream: u64, status: *mut u32) Context [stream] |s| {
         s.stream(stream)?;
@@ -346,11 +352,17 @@ driver! {
     fn cuEventCreate(event: *mut u64, flags: u32) Relaxed [u64::from(flags)] |s| {
         let handle = s.fresh(0xE000_0000, 0x10);
         s.events.insert(handle, EventState::Fresh);
+        s.note_device(handle);
         out!(event, handle)
     }
     fn cuEventDestroy_v2(event: u64) Relaxed [event] |s| { s.events.remove(&event).map(drop).ok_or(INVALID_HANDLE) }
     fn cuEventRecord(event: u64, stream: u64) Relaxed [event, stream] |s| {
         s.stream(stream)?;
+        // The driver's rule: both are of one context.
+        let whose = s.of.get(&stream).copied().or_else(|| device_of(current()));
+        if s.of.get(&event).copied() != whose {
+            return Err(INVALID_HANDLE);
+        }
         let state = if s.capture == Some(stream) { EventState::Captured } else { s.recorded(stream) };
         *s.events.get_mut(&event).ok_or(INVALID_HANDLE)? = state;
         Ok(())
@@ -359,11 +371,11 @@ driver! {
         if listed("FAKE_CUDA_REFUSE", "context_event") {
             return Err(NOT_SUPPORTED);
         }
-        if s.capture.is_some() {
+        let device = device_of(context).ok_or(INVALID_CONTEXT)?;
+        if s.capture.is_some_and(|stream| s.of.get(&stream).is_none_or(|whose| *whose == device)) {
             s.capture_broken = true;
             return Err(CAPTURE_UNSUPPORTED);
         }
-        device_of(context).ok_or(INVALID_CONTEXT)?;
         let state = s.recorded(u64::MAX);
         *s.events.get_mut(&event).ok_or(INVALID_HANDLE)? = state;
         Ok(())
@@ -465,4 +477,14 @@ pub extern "C" fn fake_capture(stream: u64) -> bool {
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_capture_mode() -> u32 {
     mode()
+}
+
+/// From now on what is recorded on a device stays pending (-1: lets all complete).
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_busy(device: i32) {
+    let mut state = lock();
+    state.busy = usize::try_from(device).ok();
+    if device < 0 {
+        state.complete();
+    }
 }

@@ -89,6 +89,10 @@ pub(crate) struct State {
     pub(crate) capture: Option<u64>,
     pub(crate) capture_broken: bool,
     next: u64,
+    /// Devices of streams and events.
+    pub(crate) of: HashMap<u64, i32>,
+    /// A device whose work stays pending.
+    pub(crate) busy: Option<usize>,
 }
 
 static STATE: LazyLock<Mutex<State>> = LazyLock::new(|| {
@@ -222,6 +226,13 @@ impl State {
         if stream <= 2 { Ok(stream) } else { self.streams.get(&stream).copied().ok_or(INVALID_HANDLE) }
     }
 
+    /// What was made belongs to the device of the current context.
+    pub(crate) fn note_device(&mut self, made: u64) {
+        if let Some(device) = device_of(current()) {
+            self.of.insert(made, device);
+        }
+    }
+
     pub(crate) fn create(&mut self, handle: Handle) -> Result<u64, Code> {
         let device = self.device(handle.device)?;
         if handle.bytes == 0 || !handle.bytes.is_multiple_of(2 << 20) {
@@ -297,7 +308,9 @@ impl State {
 
     /// What a new record on a stream makes of an event.
     pub(crate) fn recorded(&self, stream: u64) -> EventState {
-        if self.hold || self.waiting.contains(&stream) { EventState::Pending } else { EventState::Done }
+        let here = device_of(current()).and_then(|device| usize::try_from(device).ok());
+        let busy = self.hold || (self.busy.is_some() && self.busy == here) || self.waiting.contains(&stream);
+        if busy { EventState::Pending } else { EventState::Done }
     }
 
     pub(crate) fn complete(&mut self) {

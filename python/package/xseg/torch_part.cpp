@@ -93,8 +93,9 @@ class Allocator final : public CUDAPluggableAllocator {
   void recordStream(const c10::DataPtr& block, c10::cuda::CUDAStream stream) override {
     // Memory of others, as of a tensor made from a pointer, has another deleter.
     if (block.get() == nullptr || block.get_deleter() != &give_back) return;
-    if (own_pools.any() && own_pools.use(block.get(), stream.stream())) return;
-    check(xseg_device_record_use(block.get(), stream.stream()), "record the use of a block");
+    const auto device = stream.device_index();
+    if (own_pools.any() && own_pools.use(block.get(), device, stream.stream())) return;
+    check(xseg_device_record_use_on(block.get(), stream.stream(), device), "record the use of a block");
   }
 
   void emptyCache(MempoolId_t pool) override {

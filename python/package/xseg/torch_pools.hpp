@@ -31,6 +31,8 @@ class OwnPools {
 
   // What a free waits for: that a stream has done what was queued.
   struct Wait {
+    // Whose stream it is; default streams of all devices have the same handle.
+    int device = 0;
     void* stream = nullptr;
     void* event = nullptr;
     // Not while the stream captures a graph, to which an event would belong.
@@ -51,7 +53,8 @@ class OwnPools {
     bool live = false;
     // A graph was captured with it, and uses it in every replay, freed or not: it stays until the pool is over.
     bool captured = false;
-    std::vector<void*> used_on;
+    // By device.
+    std::vector<std::pair<int, void*>> used_on;
     std::vector<Wait> waits;
   };
 
@@ -224,9 +227,9 @@ class OwnPools {
       if (range == nullptr || !range->live) return false;
       count(*range, false);
       range->live = false;
-      for (void* stream : range->used_on) range->waits.push_back({stream, nullptr, false, false});
+      for (const auto& [device, stream] : range->used_on) range->waits.push_back({device, stream, nullptr, false, false});
       range->used_on.clear();
-      range->waits.push_back({range->stream, nullptr, false, true});
+      range->waits.push_back({range->device, range->stream, nullptr, false, true});
       arm(*range);
       key = owners_.at(block);
       ended = pools_.at(key).uses <= 0;
@@ -235,14 +238,15 @@ class OwnPools {
     return true;
   }
 
-  // Says that work on a stream uses a block; false for one that is of no pool.
-  bool use(void* block, void* stream) {
+  // Says that work on a device's stream uses a block; false for one that is of no pool.
+  bool use(void* block, int device, void* stream) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto* range = find(block);
     if (range == nullptr || !range->live) return false;
     auto& streams = range->used_on;
-    const bool known = stream == range->stream || std::find(streams.begin(), streams.end(), stream) != streams.end();
-    if (!known) streams.push_back(stream);
+    const std::pair<int, void*> user{device, stream};
+    const bool known = user == std::make_pair(range->device, range->stream) || std::find(streams.begin(), streams.end(), user) != streams.end();
+    if (!known) streams.push_back(user);
     return true;
   }
 
@@ -324,8 +328,8 @@ class OwnPools {
   // Records the events of a free range that could not be before.
   void arm(Range& range) {
     for (auto& wait : range.waits) {
-      if (wait.recorded || outside_.capturing(range.device, wait.stream)) continue;
-      wait.event = outside_.record(range.device, wait.stream);
+      if (wait.recorded || outside_.capturing(wait.device, wait.stream)) continue;
+      wait.event = outside_.record(wait.device, wait.stream);
       wait.recorded = true;
     }
   }

@@ -1,7 +1,7 @@
 //! The client's events: a stream of this backend waits for one and records an event of the pool behind it,
 //! so that the client's may be recorded again or destroyed at once.
 
-use super::sys::Api;
+use super::sys::{Api, undo};
 use crate::error::DriverError;
 use parking_lot::Mutex;
 
@@ -37,8 +37,8 @@ impl Waiters {
     /// Destroys the streams. The context must be current.
     pub(super) fn clear(&mut self, api: &Api) {
         for stream in self.0.get_mut().streams.drain(..) {
-            // SAFETY: created by `idle`, nobody else knows it. A refusal means that the driver is gone.
-            let _ = unsafe { api.destroy_stream(stream) };
+            // SAFETY: created by `idle`, nobody else knows it.
+            undo("a stream that waited stays", || unsafe { api.destroy_stream(stream) });
         }
     }
 }

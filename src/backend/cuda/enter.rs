@@ -1,7 +1,7 @@
 //! Entering the driver: the device's context is current and the thread's capture mode relaxed while
 //! an [`Entered`] lives; both are as found afterwards.
 
-use super::sys::{Api, CaptureMode};
+use super::sys::{Api, CaptureMode, undo};
 use crate::error::DriverError;
 use std::marker::PhantomData;
 
@@ -32,25 +32,30 @@ impl Primary {
 
     /// Makes the context current (if it is not) and, if asked, the capture mode relaxed.
     pub(super) fn enter(&self, relaxed: bool) -> Result<Entered, DriverError> {
-        let pushed = self.api.current()? != self.context;
-        if pushed {
-            // SAFETY: the context is retained while `self` lives.
-            unsafe { self.api.push(self.context) }?;
-        }
-        // From here on dropping the guard undoes what was done.
-        let mut entered = Entered { api: self.api, pushed, mode: None, not_send: PhantomData };
-        if relaxed {
-            entered.mode = Some(self.api.exchange_capture_mode(CaptureMode::RELAXED)?);
-        }
-        Ok(entered)
+        enter(self.api, self.context, relaxed)
     }
+}
+
+/// The same for a context that is retained by others: one that is gone is an error.
+pub(super) fn enter(api: &'static Api, context: u64, relaxed: bool) -> Result<Entered, DriverError> {
+    let pushed = api.current()? != context;
+    if pushed {
+        // SAFETY: the context is retained while the backend lives, or is that of a stream that exists.
+        unsafe { api.push(context) }?;
+    }
+    // From here on dropping the guard undoes what was done.
+    let mut entered = Entered { api, pushed, mode: None, not_send: PhantomData };
+    if relaxed {
+        entered.mode = Some(api.exchange_capture_mode(CaptureMode::RELAXED)?);
+    }
+    Ok(entered)
 }
 
 impl Drop for Primary {
     fn drop(&mut self) {
         // SAFETY: retained by `retain`; every event made in it is destroyed (the pool goes first).
         // At process end the driver may be gone already: nothing is left to release then.
-        let _ = unsafe { self.api.release_primary(self.device) };
+        undo("a context stays retained", || unsafe { self.api.release_primary(self.device) });
     }
 }
 
@@ -67,10 +72,10 @@ pub(super) struct Entered {
 impl Drop for Entered {
     fn drop(&mut self) {
         if let Some(mode) = self.mode {
-            let _ = self.api.exchange_capture_mode(mode);
+            undo("the thread's capture mode stays relaxed", || self.api.exchange_capture_mode(mode).map(drop));
         }
         if self.pushed {
-            let _ = self.api.pop();
+            undo("the heap's context stays current", || self.api.pop());
         }
     }
 }

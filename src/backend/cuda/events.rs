@@ -1,7 +1,7 @@
 //! A pool of events without timing. An event leaves the pool to be recorded and comes back when
 //! its only holder recycles it, so none is recorded again while someone may ask for it.
 
-use super::sys::Api;
+use super::sys::{Api, undo};
 use crate::error::DriverError;
 use parking_lot::Mutex;
 
@@ -37,8 +37,8 @@ impl EventPool {
         events.free.clear();
         for event in events.all.drain(..) {
             // SAFETY: created by `take`; whoever still holds its token cannot use it without the
-            // backend, which is being dropped. A refusal means that the driver is gone.
-            let _ = unsafe { api.destroy_event(event) };
+            // backend, which is being dropped.
+            undo("an event stays", || unsafe { api.destroy_event(event) });
         }
     }
 }

@@ -10,7 +10,8 @@
 //! streams captures, **and invalidates that capture**: see [`CudaBackend::record`](Backend::record).
 
 use super::{
-    Backend, BackendKind, Capabilities, ClientEvent, Event, EventScope, MemoryInfo, PhysicalAllocation, StreamId,
+    Abroad, Backend, BackendKind, Capabilities, ClientEvent, Event, EventScope, MemoryInfo, PhysicalAllocation,
+    StreamId,
 };
 use crate::error::{DriverCall, DriverError, Error};
 use crate::units::GRANULE;
@@ -24,6 +25,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 use sys::{Access, Api, MemoryKind, STREAM_LEGACY, STREAM_PER_THREAD};
 
+mod abroad;
 mod adopt;
 mod ballast;
 mod enter;
@@ -60,6 +62,7 @@ pub struct CudaBackend {
     uuid: [u8; 16],
     events: EventPool,
     waiters: Waiters,
+    contexts: abroad::Contexts,
     capabilities: Capabilities,
     memory: MemoryKind,
     access: Access,
@@ -95,6 +98,7 @@ impl CudaBackend {
             uuid,
             events: EventPool::default(),
             waiters: Waiters::default(),
+            contexts: abroad::Contexts::default(),
             capabilities: probed.capabilities,
             memory: probed.memory,
             access: probed.access,
@@ -367,6 +371,15 @@ impl Backend for CudaBackend {
                 Err(error)
             }
         }
+    }
+
+    fn abroad(&self, stream: StreamId, device: Option<u32>) -> Result<Option<Abroad>, Error> {
+        self.find_abroad(stream, device)
+    }
+
+    /// A stream that captures a graph is refused.
+    fn record_abroad(&self, abroad: &Abroad) -> Result<Event, DriverError> {
+        self.event_abroad(abroad)
     }
 
     fn recycle(&self, event: Event) {

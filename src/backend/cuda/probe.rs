@@ -2,7 +2,7 @@
 
 use super::CudaOptions;
 use super::enter::Primary;
-use super::sys::{Access, Attribute, MemoryKind};
+use super::sys::{Access, Attribute, MemoryKind, undo};
 use crate::backend::Capabilities;
 use crate::error::{DriverError, Error};
 use crate::units::GRANULE;
@@ -131,7 +131,8 @@ fn best_kind(
     Ok(plain)
 }
 
-/// Reserves, creates, maps, opens, and undoes it all again; also when a step fails.
+/// Reserves, creates, maps, opens, and undoes it all again; also when a step fails. That something cannot be undone says
+/// nothing of the kind.
 fn trial(primary: &Primary, kind: MemoryKind, access: &Access) -> Result<(), DriverError> {
     let api = primary.api();
     let address = api.reserve(GRANULE, GRANULE)?;
@@ -141,16 +142,16 @@ fn trial(primary: &Primary, kind: MemoryKind, access: &Access) -> Result<(), Dri
             // SAFETY: the mapping made just now.
             let opened = unsafe { api.set_access(address, GRANULE, access) };
             // SAFETY: the same mapping; no work has ever used it.
-            let closed = unsafe { api.unmap(address, GRANULE) };
-            opened.and(closed)
+            undo("a mapping of the probe stays", || unsafe { api.unmap(address, GRANULE) });
+            opened
         });
         // SAFETY: created above, not named again.
-        let released = unsafe { api.release(memory) };
-        mapped.and(released)
+        undo("a handle of the probe stays", || unsafe { api.release(memory) });
+        mapped
     });
     // SAFETY: reserved above, and nothing is mapped in it (unless unmapping was refused: then this is too).
-    let freed = unsafe { api.unreserve(address, GRANULE) };
-    mapped.and(freed)
+    undo("a reservation of the probe stays", || unsafe { api.unreserve(address, GRANULE) });
+    mapped
 }
 
 /// Records a context-wide event once.
@@ -164,7 +165,7 @@ fn context_events(primary: &Primary, notes: &mut Vec<String>) -> Result<bool, Dr
     // SAFETY: a new event of this context.
     let recorded = unsafe { api.record_context(event, primary.context()) };
     // SAFETY: created above, not named again; destroying a recorded event is allowed at any time.
-    unsafe { api.destroy_event(event) }?;
+    undo("an event of the probe stays", || unsafe { api.destroy_event(event) });
     if let Err(error) = &recorded {
         notes.push(format!("context-wide events dropped: {error}"));
     }

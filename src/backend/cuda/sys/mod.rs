@@ -34,7 +34,7 @@ fn number<T>(handle: *mut T) -> u64 {
 }
 
 /// Every driver with virtual memory management has these.
-const REQUIRED: [&str; 35] = [
+const REQUIRED: [&str; 37] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuDeviceGet",
@@ -48,6 +48,7 @@ const REQUIRED: [&str; 35] = [
     "cuCtxPushCurrent_v2",
     "cuCtxPopCurrent_v2",
     "cuCtxSynchronize",
+    "cuCtxGetDevice",
     "cuMemGetInfo_v2",
     "cuMemGetAllocationGranularity",
     "cuMemAddressReserve",
@@ -67,6 +68,7 @@ const REQUIRED: [&str; 35] = [
     "cuStreamIsCapturing",
     "cuStreamSynchronize",
     "cuStreamQuery",
+    "cuStreamGetCtx",
     "cuStreamCreate",
     "cuStreamDestroy_v2",
     "cuThreadExchangeStreamCaptureMode",
@@ -286,6 +288,14 @@ impl Api {
         Ok(number(context))
     }
 
+    /// The device of the current context.
+    pub(crate) fn current_device(&self) -> Result<i32, DriverError> {
+        let mut device = 0;
+        // SAFETY: writes one `int`.
+        check(DriverCall::Other, "cuCtxGetDevice", unsafe { sys::cuCtxGetDevice(&raw mut device) })?;
+        Ok(device)
+    }
+
     /// # Safety
     /// `context` exists.
     pub(crate) unsafe fn push(&self, context: u64) -> Result<(), DriverError> {
@@ -394,6 +404,18 @@ impl Api {
         Some(check_code(DriverCall::Other, "cuStreamGetId", code).map(|()| id).map_err(|error| (dead, error)))
     }
 
+    /// The context that a stream was made in.
+    ///
+    /// # Safety
+    /// `stream` exists and does not capture.
+    pub(crate) unsafe fn stream_context(&self, stream: u64) -> Result<u64, DriverError> {
+        let mut context = null_mut();
+        // SAFETY: the stream is the caller's; writes one pointer.
+        let result = unsafe { sys::cuStreamGetCtx(handle(stream), &raw mut context) };
+        check(DriverCall::Other, "cuStreamGetCtx", result)?;
+        Ok(number(context))
+    }
+
     /// Is all work of the stream done?
     ///
     /// # Safety
@@ -411,6 +433,13 @@ impl Api {
     pub(crate) unsafe fn synchronize_stream(&self, stream: u64) -> Result<(), DriverError> {
         // SAFETY: the caller's.
         check(DriverCall::Other, "cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(handle(stream)) })
+    }
+}
+
+/// Undoes something: with a second try, since a refusal may be of the moment, and else with word of what stays.
+pub(crate) fn undo(what: &str, call: impl Fn() -> Result<(), DriverError>) {
+    if let Err(error) = call().or_else(|_| call()) {
+        tracing::warn!(%error, "{what}");
     }
 }
 
