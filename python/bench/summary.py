@@ -15,8 +15,6 @@ GIB = 1 << 30
 STEADY = 5
 # Limits are shown to this multiple of peak requested, however finely they were searched.
 SHOWN = 0.0001
-# So near, in such steps, do runs that were no probes bound the least limit that no search was needed.
-NEAR = 25
 
 
 def decoded(line: Line) -> list[float]:
@@ -118,9 +116,10 @@ def most(lines: Sequence[Line], name: str) -> int | None:
 
 def least(lines: list[Line], run: str, allocator: str) -> str:
     """The least limit at which the run was seen to complete, and what it was last seen to fail at where that is not just below."""
-    low, high = bounds(lines, run, allocator, SHOWN)
-    if not of(lines, run, "probe", allocator) and (high is None or high - low > NEAR):
+    # What rounds say of it by the way was not looked for.
+    if not of(lines, run, "probe", allocator):
         return "-"
+    low, high = bounds(lines, run, allocator, SHOWN)
     if high is None:
         return f"above {1 + low * SHOWN:.4f}"
     found = f"{1 + high * SHOWN:.4f}"
@@ -272,7 +271,7 @@ def report(lines: list[Line], plan: Plan, commit: str = "") -> str:
         "`num_alloc_retries`. Driver time: the most of any run's whole process, and as a share of its timed steps, which is the most that "
         "the driver's calls can have slowed it. Losses: the greatest distance of a run at any step to the nearest of native's runs. Least: the least "
         f"limit, as a multiple of native's peak requested, at which {probed_steps(lines)} steps completed, rounded up to four decimals; `1.0025 to 1.0050`: they "
-        "failed at the first, rounded down, or requested that much, completed at the second, and between the two nothing was tried.",
+        "failed at the first, rounded down, or requested that much, completed at the second, and between the two nothing was tried; `-`: it was not looked for.",
         "",
     ]
     bits = [words for run in runs if (words := exact(lines, run))]

@@ -320,6 +320,12 @@ def test_the_report_has_every_figure() -> None:
     assert rows["gpt2", "expandable", "-"][5] == "-" and float(native[5].split()[0]) > 900
     assert "gpt2: 20 steps equal to the last bit" in text
     assert "did not complete" not in text
+    # Rounds under a limit are no search for the least, however much they say of it by the way.
+    for factor in (1.02, 1.001):
+        given = [{**line, "factor": factor, "limit": math.ceil(PEAK * factor)} if line.get("limit") else line for line in lines]  # fmt: skip
+        shown = summary.report([line for line in given if line["kind"] != "probe"], Plan())
+        cells = [row.split("|")[16].strip() for row in shown.split("\n") if row.startswith("| gpt2")]
+        assert len(cells) == 5 and set(cells) == {"-"}
     # An allocator of which only the least memory was searched has its line, too.
     bare = [line for line in lines if line.get("allocator") != "expandable" or line["kind"] == "probe"]
     text = summary.report(bare, Plan())
