@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from launching import Child, environment, run_jobs, stop
-from lines import Line, read
+from lines import Line, any_run, to_report
 from measure import Job
+from options import refuse
 from plan import Plan, peak, probes
 from summary import report, status
 from visit import Visit, about, begin, earlier, lacks, opened, prepare, unwritable
@@ -93,11 +94,9 @@ def line_of(child: Child, args: argparse.Namespace) -> Line:
 
 def all_probes(lines: list[Line], runs: Sequence[str], plan: Plan) -> list[Job]:
     """Runs under each of the limits of `--probes`."""
-    if not plan.least:
-        raise SystemExit("--probes is for the allocators of --least; name them there")
     for run in runs:
         if not peak(lines, run):
-            raise SystemExit(f"no run of {run} on native memory is known; name a file that has one in --have")
+            refuse(f"no run of {run} on native memory is known; name a file that has one in --have")
     return [job for run in runs for job in probes(lines, run, plan)]
 
 
@@ -121,7 +120,7 @@ def main(args: argparse.Namespace) -> int:
         probes=args.probes, probe_steps=args.probe_steps, exact_runs=args.exact_runs,
     )  # fmt: skip
     if args.summary:
-        print(report(read(args.summary), plan, args.commit))
+        print(report(to_report(args.summary), plan, args.commit))
         return 0
     runs = [kind + SHARED if args.share else kind for kind in args.kinds]
     if args.register:
@@ -160,5 +159,6 @@ def main(args: argparse.Namespace) -> int:
             left = Visit(name, lines, keep, lambda some, slot: launch(some, args), plan, runs, deadline).go(1)
     for run, stage in left:
         print(f"{run}: {stage} not finished; run the same with the lines so far in --have", file=sys.stderr)
-    print(report(lines, plan, args.commit))
-    return status(lines, name)
+    if any_run(lines):
+        print(report(lines, plan, args.commit))
+    return status(lines, name, bool(left))

@@ -11,14 +11,15 @@ minutes than allocators differ (`--turn 0`: one after the other, where the GPUs 
 
     python distributed.py --compare --ranks 2 --out lines.jsonl              # native, xseg, xseg at 1.02x; then expandable
     python distributed.py --compare --ranks 2 --least --out lines.jsonl      # and the least memory of a rank
-    python distributed.py --compare --ranks 2 --repeat 0 --least --probes 1.005x,1.01x --have lines.jsonl --out more.jsonl
+    python distributed.py --compare --ranks 2 --least --probes 1.005x,1.01x --have lines.jsonl --out more.jsonl
     python distributed.py --compare --ranks 2 --exact-runs 2 --out lines.jsonl   # and losses with deterministic kernels
     python distributed.py --compare --ranks 2 --register --out lines.jsonl   # and all that from memory that NCCL registered
     python distributed.py --compare --ranks 2 --share --width 1024 --layers 8 --vocabulary 8000 --out lines.jsonl   # two ranks on one GPU
     python distributed.py --summary lines.jsonl
 
 Every rank trains on data and lengths of its own. A rank that does not get on within `--hang` seconds says so, with the stacks of its
-threads, and ends with status 3. Where there is no GPU the ranks train a small model on the host, by gloo.
+threads, and ends with status 3. Where there is no GPU the ranks train a small model on the host, by gloo. An option that is only for the
+other of the two ways is refused.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from measure import Marks, be_deterministic, dry_figures, installed
+from modes import misplaced
 from options import amount, factor, factors, names, some, whole
 from pace import Turns, Watch, say
 from visit import gpus_here, interruptible, lacks
@@ -248,9 +250,6 @@ def rank_main(args: argparse.Namespace) -> int:
         words = "distributed.py is a rank, which torchrun starts; or give --compare, and it starts the ranks of several runs"
         print(words, file=sys.stderr)
         return 2
-    if args.record and not gpus_here():
-        print("--record is for GPUs: on the host nothing is allocated on xseg", file=sys.stderr)
-        return 2
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), gpus_here()
     if ranks > gpus > 0 and not args.share:
         print(
@@ -405,7 +404,16 @@ def main() -> int:
     args = parser.parse_args()
     if args.share and args.register:
         parser.error("--register is for NCCL, which --share does without")
-    if args.small or not (args.summary or gpus_here()):
+    misplaced(parser, args)
+    here = bool(args.summary or gpus_here())
+    for wanted, why in (
+        (args.record, "--record is for GPUs: on the host nothing is allocated on xseg"),
+        (args.register, "--register is for GPUs: on the host there is no NCCL to register memory"),
+    ):
+        if wanted and not here:
+            print(why, file=sys.stderr)
+            return 2
+    if args.small or not here:
         args.small = True
         args.width, args.layers, args.vocabulary, args.batch, args.length = SMALL
     if args.compare or args.summary:

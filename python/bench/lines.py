@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from options import refuse
+
 Line = dict[str, Any]
 # What lines must have: those about a visit, and those of its runs.
 ABOUT = {"visit", "commit", "gpus", "driver", "versions", "python", "cores", "command"}
@@ -107,7 +109,7 @@ def read(paths: Sequence[Path]) -> list[Line]:
         try:
             texts = [text for text in path.read_text(errors="replace").splitlines() if text.strip()]
         except OSError as error:
-            sys.exit(f"cannot read {path}: {error.strerror}; give a file that an earlier visit wrote with --out")
+            refuse(f"cannot read {path}: {error.strerror}; give a file that an earlier visit wrote with --out")
         renamed: dict[str, str] = {}
         kept = 0
         for text in texts:
@@ -130,5 +132,18 @@ def read(paths: Sequence[Path]) -> list[Line]:
             left = len(texts) - kept
             print(f"{path}: {left} of {len(texts)} lines are no lines of runs and are left out", file=sys.stderr)
     if empty:
-        sys.exit(1)
+        sys.exit(2)
+    return lines
+
+
+def any_run(lines: Sequence[Line]) -> bool:
+    """Is there a run to report on?"""
+    return any("run" in line for line in lines)
+
+
+def to_report(paths: Sequence[Path]) -> list[Line]:
+    """The lines of files to report on; visits that had no time for a run have none."""
+    lines = read(paths)
+    if not any_run(lines):
+        refuse("these files hold no runs, only visits that began none; give one of a visit that did")
     return lines

@@ -4,7 +4,23 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import Any
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+
+def given(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> set[str]:
+    """The options that a command line names, also those that are given what is their default."""
+    unset = object()
+    # What is there before keeps the parser from putting a default in its place.
+    found = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([])), unset))
+    return {name for name, value in vars(parser.parse_args(words, found)).items() if value is not unset}
+
+
+def refuse(why: str) -> NoReturn:
+    """Ends a program that could begin nothing."""
+    print(why, file=sys.stderr)
+    sys.exit(2)
 
 
 def names(allowed: Any) -> Any:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lines import Line
+from lines import Line, any_run
 from plan import Plan, bounds, complete_rounds, has_result, of, peak, plenty, short
 
 GIB = 1 << 30
@@ -219,9 +219,18 @@ def exact(lines: list[Line], run: str) -> str | None:
     return f"{run}: equal up to step {min(found)}, then {far:.1e} apart; {self_apart}, {own_spread(native):.1e} apart"
 
 
-def status(lines: Sequence[Line], visit: str) -> int:
-    """A program's exit status after a visit: 1 where runs were started and none of them has a result."""
+def status(lines: Sequence[Line], visit: str, late: bool) -> int:
+    """A program's exit status after a visit: 1 where runs were started and none of them has a result, 2 where none could be started.
+
+    `late`: the time was too short for something that was left to do. Where all was done before, there was nothing to start.
+    """
     runs = [line for line in lines if line.get("visit") == visit and "run" in line]
+    if not runs and late:
+        print("no run was begun: --minutes is too short for the next, which may take a minute or more", file=sys.stderr)
+        return 2
+    if not any_run(lines):
+        print("no run was begun: none was wanted, or all need a run on native memory first", file=sys.stderr)
+        return 2
     failed = bool(runs) and not any(has_result(line) for line in runs)
     if failed:
         print("no run completed; the end of the report says why", file=sys.stderr)

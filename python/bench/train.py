@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from launching import Child, environment, run_jobs
-from lines import read
+from lines import any_run, to_report
 from measure import ALLOCATORS, Job, Process, child
+from modes import misplaced
 from options import amount, factor, factors, names, some, whole
 from plan import STAGES, Plan
 from summary import report, status
@@ -151,10 +152,12 @@ def line_of(child: Child) -> dict[str, Any]:
 
 
 def main() -> int:
-    args = arguments().parse_args()
+    parser = arguments()
+    args = parser.parse_args()
     if args.child:
         child(args.child)
         return 0
+    misplaced(parser, args)
     plan = Plan(
         stages=args.stages, repeat=args.repeat, turn=args.turn, limit=args.limit, limited=args.limited, others=args.others, least=args.least,
         resolution=args.resolution, probes=args.probes, probe_steps=args.probe_steps, exact_runs=args.exact_runs,
@@ -172,12 +175,12 @@ def main() -> int:
             print(text)
 
     if args.summary:
-        show(read(args.summary))
+        show(to_report(args.summary))
         return 0
     if args.record and args.device == "cpu":
         print("--record is for GPUs: on the host nothing is allocated on xseg", file=sys.stderr)
         return 2
-    if args.turn and "async" in args.limited:
+    if "rounds" in args.stages and args.turn and "async" in args.limited:
         print(
             "--limited async needs --turn 0: its limit is that the rest of the card is filled, for all processes",
             file=sys.stderr,
@@ -235,8 +238,9 @@ def main() -> int:
         left = Visit(name, lines, keep, start, plan, args.runs, deadline).go(len(gpus))
     for run, stage in left:
         print(f"{run}: {stage} not finished; run the same with more time, the lines so far in --have", file=sys.stderr)
-    show(lines)
-    return status(lines, name)
+    if any_run(lines):
+        show(lines)
+    return status(lines, name, bool(left))
 
 
 if __name__ == "__main__":

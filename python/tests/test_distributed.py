@@ -91,7 +91,9 @@ def test_nothing_is_registered_where_ranks_share_gpus() -> None:
     assert done.returncode == 2 and "--register is for NCCL" in done.stderr
 
 
-def test_probes_are_multiples_of_what_native_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probes_are_multiples_of_what_native_requested(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     args = distributed.arguments().parse_args(["--probes", "1.005x,1.01", "--probe-steps", "3"])
     known = {
         "run": "ddp",
@@ -111,10 +113,9 @@ def test_probes_are_multiples_of_what_native_requested(monkeypatch: pytest.Monke
     ]
     tried = {**known, "allocator": "xseg", "kind": "probe", "limit": 1005}
     assert [job.limit for job in comparison.all_probes([known, tried], ["ddp"], plan)] == [1005, 1010, 1010]
-    with pytest.raises(SystemExit, match="no run of fsdp2 on native memory"):
+    with pytest.raises(SystemExit) as ended:
         comparison.all_probes([known], ["fsdp2"], plan)
-    with pytest.raises(SystemExit, match="name them there"):
-        comparison.all_probes([known], ["ddp"], Plan(least=()))
+    assert ended.value.code == 2 and "no run of fsdp2 on native memory" in capsys.readouterr().err
     for words in (["--probes", "much"], ["--probes", "1.01x", "--least", "none"], ["--kinds", "ddp,tp"]):
         with pytest.raises(SystemExit):
             distributed.arguments().parse_args(words)
@@ -161,10 +162,26 @@ def test_the_status_says_whether_anything_completed(
     assert "no run completed" in said.err and "no such file" in said.out.split("What did not complete")[1]
     # What an earlier visit did not do says nothing of this one.
     assert compare(monkeypatch, out, {"completed": True, "per_second": 5.0, "steps": 40, "wall": 1.0}) == 0
-    # Nothing is left to do, and then not in this time.
+    # Nothing is left to do.
     assert compare(monkeypatch, out, failed) == 0
-    assert compare(monkeypatch, tmp_path / "late.jsonl", failed, "--minutes", "0.001") == 0
+    assert compare(monkeypatch, out, failed, "--minutes", "0.001") == 0
+    # Not in this time, whether or not there were runs before.
+    capsys.readouterr()
+    assert compare(monkeypatch, tmp_path / "late.jsonl", failed, "--minutes", "0.001") == 2
+    said = capsys.readouterr()
+    assert "rounds not finished" in said.err and "no run was begun: --minutes is too short" in said.err
+    assert "# Training runs" not in said.out, "there is nothing to report on"
+    with pytest.raises(SystemExit) as ended:
+        comparison.main(distributed.arguments().parse_args(["--summary", str(tmp_path / "late.jsonl")]))
+    assert ended.value.code == 2 and "these files hold no runs" in capsys.readouterr().err
+    assert compare(monkeypatch, out, failed, "--repeat", "9", "--minutes", "0.001") == 2
+    assert "# Training runs" in capsys.readouterr().out
+    # Time for some, not for all.
+    slow = {"completed": True, "per_second": 5.0, "steps": 40, "wall": 90.0}
+    assert compare(monkeypatch, tmp_path / "some.jsonl", slow, "--turn", "0", "--repeat", "9", "--minutes", "1.2") == 0
     assert "rounds not finished" in capsys.readouterr().err
+    assert compare(monkeypatch, tmp_path / "none.jsonl", failed, "--repeat", "0") == 2
+    assert "need a run on native memory first" in capsys.readouterr().err
     # That a limit is too little is what probes are there to find.
     words = ("--least", "xseg", "--probes")
     assert compare(monkeypatch, out, {"completed": False, "error": "CUDA out of memory."}, *words, "0.9x") == 0
@@ -179,16 +196,16 @@ def test_what_is_missing_is_named_before_anything_is_written(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else find_spec(name))
     out = tmp_path / "lines.jsonl"
     for program, words, missing in (
-        (distributed, ["--compare"], "torch and xseg"),
-        (distributed, ["--compare", "--repeat", "0", "--least", "expandable"], "torch"),
+        (distributed, ["--compare", "--out", str(out)], "torch and xseg"),
+        (distributed, ["--compare", "--repeat", "0", "--least", "expandable", "--out", str(out)], "torch"),
         (distributed, ["--allocator", "xseg"], "torch and xseg"),
         (distributed, [], "torch"),
-        (train, [], "torch, transformers and xseg"),
-        (train, ["--stages", "others"], "torch and transformers"),
-        (train, ["--device", "cpu"], "torch and transformers"),
+        (train, ["--out", str(out)], "torch, transformers and xseg"),
+        (train, ["--stages", "others", "--out", str(out)], "torch and transformers"),
+        (train, ["--device", "cpu", "--out", str(out)], "torch and transformers"),
     ):
         name = f"{program.__name__}.py"
-        monkeypatch.setattr(sys, "argv", [name, *words, "--out", str(out)])
+        monkeypatch.setattr(sys, "argv", [name, *words])
         assert program.main() == 2 and not out.exists()
         said = capsys.readouterr()
         assert (said.out, said.err) == ("", f"{name} needs {missing}, which this Python does not have\n")
