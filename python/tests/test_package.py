@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -139,6 +140,12 @@ def test_install_refuses_what_cannot_work(monkeypatch: pytest.MonkeyPatch) -> No
         xseg.install()
     with pytest.raises(xseg.ConfigError, match="^`backend:sim` is no GPU's memory"):
         xseg.install("backend:sim")
+    for named in ("cuda=1", "cuda=0"):
+        with pytest.raises(xseg.ConfigError, match=f"^`backend:{named}` names one GPU, .*; leave `backend` out$"):
+            xseg.install(f"limit:4G, backend : {named} ,joins:off")
+    monkeypatch.setenv("XSEG_CONF", "backend:cuda=1")
+    with pytest.raises(xseg.ConfigError, match="^XSEG_CONF: `backend:cuda=1` names one GPU"):
+        xseg.install()
     for refused in (xseg.stats, xseg.tags, lambda: xseg.record("nowhere.trace")):
         with pytest.raises(RuntimeError, match="install"):
             refused()
@@ -158,11 +165,12 @@ def test_arguments_of_another_kind_are_named(monkeypatch: pytest.MonkeyPatch) ->
         xseg.tag(wrong)
     assert xseg.installed() is None
     monkeypatch.setattr(_torch, "_mode", "full")
-    wrong = "cuda"
-    with pytest.raises(
-        TypeError, match="^device: give the number of a device, or None for the current one, not str\\b"
-    ):
-        xseg.stats(wrong)
+    for wrong in (1.5, b"cuda", ("cuda", 1)):
+        said = f"^device: give the number of a device, .*, or None for the current one, not {type(wrong).__name__}$"
+        for refused in (xseg.stats, xseg.tags, lambda device: xseg.record("nowhere.trace", device)):
+            with pytest.raises(TypeError, match=said):
+                refused(wrong)
+    assert not Path("nowhere.trace").exists()
 
 
 def test_a_tensor_for_a_process_without_install_says_what_to_do() -> None:
@@ -247,3 +255,43 @@ def test_numbers_of_no_device_are_value_errors(monkeypatch: pytest.MonkeyPatch) 
     for number in (-1, 2**31, 2**32):
         with pytest.raises(ValueError, match=f"device {number} is out of range; give the number of a device, from 0"):
             _torch._device(number)
+    for name in ("cpu", "cuda:", "cuda:-1", "cuda:01", "1", "", "cuda:1 ", "cuda:1\n", "CUDA:1"):
+        with pytest.raises(ValueError, match=f'^device {re.escape(repr(name))} is no GPU; give .*"cuda:1"'):
+            _torch._device(name)
+
+
+def test_devices_are_named_as_for_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device:
+        """As PyTorch's, which need not be installed here."""
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __str__(self) -> str:
+            return self.name
+
+    monkeypatch.setattr(_torch, "_mode", "full")
+    # A number by itself loads nothing.
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert [_torch._device(device) for device in (3, "cuda:1", "cuda:12")] == [3, 1, 12]
+    torch = types.ModuleType("torch")
+    torch.cuda = types.SimpleNamespace(current_device=lambda: 5)  # type: ignore[attr-defined]
+    torch.device = Device  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    given: list[Any] = [Device("cuda:1"), Device("cuda"), "cuda", None]
+    assert [_torch._device(device) for device in given] == [1, 5, 5, 5]
+    cpu: Any = Device("cpu")
+    with pytest.raises(ValueError, match="^device 'cpu' is no GPU"):
+        xseg.stats(cpu)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+def test_pytorchs_own_devices_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(_torch, "_mode", "full")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    assert _torch._device(torch.device("cuda:1")) == _torch._device(torch.device("cuda", 1)) == 1
+    assert _torch._device(torch.device("cuda")) == 5
+    with pytest.raises(ValueError, match="^device 'cpu' is no GPU"):
+        _torch._device(torch.device("cpu"))

@@ -7,8 +7,12 @@ import contextlib
 import ctypes
 import os
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from . import _native, _torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 class _Figures(ctypes.Structure):
@@ -48,7 +52,7 @@ class tag(contextlib.ContextDecorator):
         _torch._check(_torch._c().xseg_tag_pop())
 
 
-def tags(device: int | None = None) -> dict[str, dict[str, int]]:
+def tags(device: int | str | torch.device | None = None) -> dict[str, dict[str, int]]:
     """What blocks with each tag take up on a device under PyTorch (None: the current one), by name.
 
     ``allocated``, ``peak_allocated`` (bytes, rounded to 512), ``live_blocks`` and ``allocs`` (so far).
@@ -77,7 +81,7 @@ class record:
     file cannot be written.
     """
 
-    def __init__(self, path: str | os.PathLike[str], device: int | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], device: int | str | torch.device | None = None) -> None:
         self.path = os.fspath(path)
         self._heap: ctypes.c_void_p | None = None
         heap = _torch._heap(_torch._device(device))

@@ -12,17 +12,22 @@ import ctypes
 import functools
 import operator
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _build, _ipc, _native
+
+if TYPE_CHECKING:
+    import torch
 
 _mode: str | None = None
 # Which switch turned xseg off, while the mode is "off".
 _switch: str | None = None
 _library: ctypes.CDLL | None = None
+_DEVICES = 'give the number of a device, from 0, "cuda:1", a torch.device, or None for the current one'
 
 
 def installed() -> str | None:
@@ -59,10 +64,7 @@ def install(conf: str | None = None, *, compile: bool | None = None) -> str:
         _switch = "XSEG_CONF=off" if environment.strip() == "off" else 'install("off")'
         return _mode
     shortest = _native.check_conf(conf)
-    for entry in shortest.split(","):
-        if entry in ("backend:host", "backend:sim"):
-            source = "XSEG_CONF: " if conf is None else ""
-            raise _native.ConfigError(f"{source}`{entry}` is no GPU's memory, which PyTorch needs; leave `backend` out")
+    _refuse_backend(wanted, "XSEG_CONF: " if conf is None else "")
     torch = _import_torch()
     if torch.version.cuda is None:
         raise RuntimeError(
@@ -87,6 +89,20 @@ def install(conf: str | None = None, *, compile: bool | None = None) -> str:
     if "stats:on" in shortest.split(","):
         atexit.register(_print_stats)
     return _mode
+
+
+def _refuse_backend(conf: str, source: str) -> None:
+    """Every GPU that PyTorch uses has a heap, so that a policy that names other memory, or one GPU, would not be followed."""
+    for entry in conf.split(","):
+        key, _, value = (part.strip() for part in entry.partition(":"))
+        if key != "backend" or value in ("auto", "cuda"):
+            continue
+        why = (
+            "names one GPU, and PyTorch has a heap on each that it uses"
+            if value.startswith("cuda=")
+            else "is no GPU's memory, which PyTorch needs"
+        )
+        raise _native.ConfigError(f"{source}`backend:{value}` {why}; leave `backend` out")
 
 
 def _with_small_handles(conf: str) -> str:
@@ -151,10 +167,18 @@ def _why_not_here() -> str:
     return "PyTorch does not run on xseg here; call xseg.install() first"
 
 
-def _device(device: int | None) -> int:
+def _device(device: int | str | torch.device | None) -> int:
     """The number of a device, or of the current one."""
     if _mode not in ("full", "plain"):
         raise RuntimeError(_why_not_here())
+    # Nobody has a device of PyTorch's who has not loaded it.
+    if isinstance(device, getattr(sys.modules.get("torch"), "device", ())):
+        device = str(device)
+    if isinstance(device, str):
+        named = re.fullmatch(r"cuda(?::(0|[1-9][0-9]*))?", device)
+        if named is None:
+            raise ValueError(f"device {device!r} is no GPU; {_DEVICES}")
+        device = None if named[1] is None else int(named[1])
     if device is None:
         import torch
 
@@ -167,17 +191,17 @@ def _device(device: int | None) -> int:
         device = operator.index(device)
     except TypeError:
         given = type(device).__name__
-        raise TypeError(f"device: give the number of a device, or None for the current one, not {given}") from None
+        raise TypeError(f"device: {_DEVICES}, not {given}") from None
     # A larger number would be cut off on its way into C.
     if not 0 <= device < 2**31:
-        raise ValueError(f"device {device} is out of range; give the number of a device, from 0")
+        raise ValueError(f"device {device} is out of range; {_DEVICES}")
     return device
 
 
-def stats(device: int | None = None) -> dict[str, int]:
+def stats(device: int | str | torch.device | None = None) -> dict[str, int]:
     """What xseg did and holds on a device under PyTorch (None: the current one): bytes and counts by name.
 
-    More than ``torch.cuda.memory_stats`` has room for: moves, waits, driver calls. Raises RuntimeError without ``install()``, under
+    A device is its number, ``"cuda:1"`` or a ``torch.device``. More than ``torch.cuda.memory_stats`` has room for: moves, waits, driver calls. Raises RuntimeError without ``install()``, under
     ``XSEG_CONF=off`` and without a GPU.
     """
     number = _device(device)
