@@ -6,11 +6,13 @@ import gc
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 from multiprocessing.connection import Connection
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -63,6 +65,41 @@ def test_an_argument_of_another_process(heap: xseg.Heap) -> None:
     assert other.exitcode == 0 and bytes(block.view()[:5]) == b"there"
     heap.tick()
     assert heap.stats()["exported"] == 0
+
+
+def end_without_closing(export: xseg.Export) -> None:
+    """In the other process: what it imported is open to its end."""
+    imported = xseg.Heap("backend:host").import_(export)
+    imported.view()[0] = 9
+    os._exit(0)
+
+
+def test_an_export_that_stays_open_keeps_the_memory(heap: xseg.Heap) -> None:
+    block = heap.alloc(40 * MIB)
+    with closing(block.export()) as export:
+        other = spawn.Process(target=end_without_closing, args=(export,))
+        other.start()
+        other.join(30)
+        assert other.exitcode == 0 and block.view()[0] == 9
+        block.close()
+        heap.tick()
+        # The importer is gone, which nobody can tell while the export is open.
+        assert heap.stats()["exported"] == heap.stats()["pending"] == 40 * MIB
+    no_longer_exported(heap)
+    with heap.alloc(60 * MIB):
+        pass
+
+
+def test_the_readme_hands_an_export_over_and_closes_it(tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    (shown,) = [
+        code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "closing(block.export())" in code
+    ]
+    program = tmp_path / "shared.py"
+    program.write_text(shown + "    print(block.view()[0])\n")
+    env = {**os.environ, "XSEG_CONF": SMALL_HANDLES}
+    done = subprocess.run([sys.executable, str(program)], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout == "9\n", done.stderr
 
 
 def from_a_queue(queue: Queue[xseg.Export], said: Connection) -> None:
