@@ -122,6 +122,15 @@ impl Export {
         drop(taken);
     }
 
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_why))]
+    fn __exit__(&self, _why: &Bound<'_, PyTuple>) {
+        self.close();
+    }
+
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
         let module = py.import("xseg._share")?;
         let copy = module.getattr("to_send")?.call1((self.fileno()?,))?;

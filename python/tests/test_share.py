@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import closing
 from multiprocessing.connection import Connection
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -76,7 +75,7 @@ def end_without_closing(export: xseg.Export) -> None:
 
 def test_an_export_that_stays_open_keeps_the_memory(heap: xseg.Heap) -> None:
     block = heap.alloc(40 * MIB)
-    with closing(block.export()) as export:
+    with block.export() as export:
         other = spawn.Process(target=end_without_closing, args=(export,))
         other.start()
         other.join(30)
@@ -93,7 +92,7 @@ def test_an_export_that_stays_open_keeps_the_memory(heap: xseg.Heap) -> None:
 def test_the_readme_hands_an_export_over_and_closes_it(tmp_path: Path) -> None:
     text = (Path(__file__).parent.parent / "README.md").read_text()
     (shown,) = [
-        code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "closing(block.export())" in code
+        code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "with block.export() as" in code
     ]
     program = tmp_path / "shared.py"
     program.write_text(shown + "    print(block.view()[0])\n")
