@@ -19,7 +19,9 @@ struct World {
   std::set<void*> registered, held;
   // Streams that have work queued, and those that capture a graph.
   std::set<void*> busy, capturing;
-  std::map<void*, void*> events;
+  // Devices that have work queued.
+  std::set<int> working;
+  std::map<void*, std::pair<int, void*>> events;
   bool waits = true;
   int waited = 0;
   std::map<int, int64_t> used;
@@ -42,14 +44,17 @@ struct World {
           return true;
         },
         [this](int, void* stream) { return capturing.count(stream) == 1; },
-        [this](int, void* stream) -> void* {
+        [this](int device, void* stream) -> void* {
           // It would be one of the graph's.
           assert(capturing.count(stream) == 0);
           auto* event = reinterpret_cast<void*>(next += 1);
-          events[event] = stream;
+          events[event] = {device, stream};
           return event;
         },
-        [this](void* event) { return busy.count(events.at(event)) == 0; },
+        [this](void* event) {
+          const auto& [device, stream] = events.at(event);
+          return working.count(device) == 0 && busy.count(stream) == 0;
+        },
         [this](void* event) { assert(events.erase(event) == 1); },
         [this](int) {
           if (!waits) return false;
@@ -139,6 +144,20 @@ void what_other_streams_use_waits_for_them() {
   assert(pools.trim({}) == 0 && world.held.count(block) == 1);
   world.busy.clear();
   assert(pools.trim({}) == 2 * MIB && world.held.count(block) == 0 && world.held.count(second) == 1 && world.events.empty());
+}
+
+// Default streams of all devices have the same handle.
+void what_the_same_handle_of_another_device_uses_waits_for_that() {
+  World world;
+  OwnPools pools(world.outside());
+  pools.make(0, ONE, world.source());
+  pools.begin(0, ONE, all);
+  void* block = pools.take(0, 2 * MIB, A).block;
+  world.working = {1};
+  assert(pools.use(block, 1, A) && pools.give(block));
+  assert(pools.take(0, 2 * MIB, A).block != block);
+  world.working.clear();
+  assert(pools.take(0, 2 * MIB, A).block == block);
 }
 
 // What a graph was captured with is read and written by every replay, freed or not.
@@ -294,6 +313,7 @@ int main() {
   blocks_are_ranges_of_their_own();
   a_pool_ends_with_its_last_block();
   what_other_streams_use_waits_for_them();
+  what_the_same_handle_of_another_device_uses_waits_for_that();
   what_a_graph_has_stays_as_long_as_it();
   what_other_streams_use_within_a_capture_waits_until_it_is_over();
   ends_come_in_any_order();
