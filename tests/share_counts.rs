@@ -8,6 +8,7 @@ mod side;
 use side::{S0, Side, descriptors, holds, no_more_than};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 use xseg::backend::fault::{FaultPlan, FaultRule, FaultyBackend};
 use xseg::backend::host::{HostBackend, HostOptions};
 use xseg::error::{DriverCall, ShareFault};
@@ -71,6 +72,36 @@ fn any_number_of_handles() {
     let error = there.heap.import(exported).unwrap_err();
     assert!(matches!(error, Error::Share(ShareFault::Ended | ShareFault::Refused(_))), "{error}");
     holds(&there.device, 1);
+}
+
+/// Threads that hand over handles.
+fn exporting() -> usize {
+    let threads = std::fs::read_dir("/proc/self/task").unwrap();
+    let names = threads.filter_map(|thread| std::fs::read_to_string(thread.ok()?.path().join("comm")).ok());
+    names.filter(|name| name.trim() == "xseg export").count()
+}
+
+/// What will not be asked for is not waited for.
+#[test]
+fn a_half_closed_export_has_no_thread_left() {
+    let _alone = alone();
+    let here = Side::new("limit:256MiB,handle_max:2MiB,growth:exact");
+    let before = descriptors();
+    let block = here.heap.alloc(64 * MIB, S0).unwrap();
+    let exported: Vec<_> = (0..2).map(|_| here.heap.export(block.address()).unwrap()).collect();
+    assert_eq!(exporting(), 2);
+    exported.iter().for_each(|export| rustix::net::shutdown(export, rustix::net::Shutdown::Write).unwrap());
+    let start = Instant::now();
+    while exporting() > 0 {
+        assert!(start.elapsed() < Duration::from_secs(60), "{} threads wait", exporting());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    here.heap.tick();
+    assert_eq!(here.heap.stats().exported, 64 * MIB, "it may be mapped still");
+    drop(exported);
+    here.heap.tick();
+    assert_eq!((here.heap.stats().exported, here.heap.stats().pinned), (0, 0));
+    no_more_than(before);
 }
 
 #[test]

@@ -158,8 +158,11 @@ impl Server {
                 }
                 Err(_) => return false,
             }
-            match ready(self.0.socket.as_fd(), PollFlags::IN, None) {
-                Ok(found) if found.intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL) => return false,
+            // An importer that closed its half will not ask, and what it closed is readable for ever.
+            match ready(self.0.socket.as_fd(), PollFlags::IN | PollFlags::RDHUP, None) {
+                Ok(found) if found.intersects(PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR | PollFlags::NVAL) => {
+                    return false;
+                }
                 Ok(_) => {}
                 Err(_) => return false,
             }

@@ -126,6 +126,21 @@ fn a_server_ends_when_the_exporter_hangs_up() {
 }
 
 #[test]
+fn a_server_ends_when_the_importer_closes_its_half() {
+    let (lease, export) = pair().unwrap();
+    lease.offer(&offer(2), &[]).unwrap();
+    let (server, (ended, end)) = (lease.server(), std::sync::mpsc::channel());
+    let serving = std::thread::spawn(move || ended.send(server.is_asked()));
+    rustix::net::shutdown(&export, rustix::net::Shutdown::Write).unwrap();
+    assert_eq!(end.recv_timeout(Duration::from_secs(60)), Ok(false));
+    serving.join().unwrap().unwrap();
+    // It may map what was queued for it, as long as it has the other half.
+    assert!(!lease.is_over(NOW));
+    drop(export);
+    assert!(lease.is_over(NOW));
+}
+
+#[test]
 fn an_export_serves_one_import() {
     let (lease, export) = pair().unwrap();
     lease.offer(&offer(1), &[]).unwrap();
