@@ -534,7 +534,8 @@ enum xseg_status xseg_pin(xseg_heap *heap, const void *address, uint64_t bytes);
 enum xseg_status xseg_unpin(xseg_heap *heap, const void *address, uint64_t bytes);
 
 // From now on every allocation, free and declared use of a heap is written to a trace file, which `xseg replay` reads,
-// beginning with the blocks that are live. Times are microseconds since the call. A heap has one recording at a time, and a file. What other
+// beginning with the blocks that are live. Times are microseconds since the call. A heap has one recording at a time, and a file, too, of
+// whichever process: a second one is refused by `XSEG_INVALID_ARGUMENT`. What other
 // threads allocate or free while this is called may stay live in the trace. Only allocations by this interface are seen. What cannot be
 // written is said by `xseg_record_stop`, raises no signal, and disturbs nothing else. The path may be a pipe's: allocations of all heaps that
 // are being recorded then wait for a reader that is slow.

@@ -6,8 +6,10 @@ use crate::noted::{self, Block};
 use crate::quiet::Quiet;
 use crate::status::{Failure, guard, xseg_status};
 use parking_lot::Mutex;
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use std::ffi::c_char;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write};
 use std::os::unix::fs::MetadataExt;
 use std::time::Instant;
@@ -84,8 +86,20 @@ pub(crate) fn is_current(recorded: Recorded) -> bool {
     RECORDINGS.lock().now.iter().any(|recording| recording.number == recorded.recording)
 }
 
+/// A file that nobody records to, emptied. Its lock ends with this process, however that ends.
 fn create(path: &str) -> Result<File, Failure> {
-    File::create(path).map_err(|error| unwritten(path, &error))
+    let failed = |error: std::io::Error| unwritten(path, &error);
+    let file = OpenOptions::new().write(true).create(true).truncate(false).open(path).map_err(failed)?;
+    // A file system that has no locks leaves it to the caller.
+    if flock(&file, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
+        return Err(taken_already(path, ", by another process"));
+    }
+    file.set_len(0).map_err(failed)?;
+    Ok(file)
+}
+
+fn taken_already(path: &str, by: &str) -> Failure {
+    Failure::argument(format!("{path} is being recorded to already{by}; name another file"))
 }
 
 fn unwritten(path: &str, error: &std::io::Error) -> Failure {
@@ -93,7 +107,8 @@ fn unwritten(path: &str, error: &std::io::Error) -> Failure {
 }
 
 /// From now on every allocation, free and declared use of a heap is written to a trace file, which `xseg replay` reads,
-/// beginning with the blocks that are live. Times are microseconds since the call. A heap has one recording at a time, and a file. What other
+/// beginning with the blocks that are live. Times are microseconds since the call. A heap has one recording at a time, and a file, too, of
+/// whichever process: a second one is refused by `XSEG_INVALID_ARGUMENT`. What other
 /// threads allocate or free while this is called may stay live in the trace. Only allocations by this interface are seen. What cannot be
 /// written is said by `xseg_record_stop`, raises no signal, and disturbs nothing else. The path may be a pipe's: allocations of all heaps that
 /// are being recorded then wait for a reader that is slow.
@@ -108,7 +123,7 @@ pub unsafe extern "C" fn xseg_record_start(handle: *mut xseg_heap, path: *const 
         let path = unsafe { text(path, "path") }?;
         // A pipe is opened when somebody reads it: nobody else's allocations wait for that.
         let pipe = std::fs::metadata(path).is_ok_and(|there| !there.is_file());
-        let opened = if pipe { Some(create(path)?) } else { None };
+        let opened = if pipe { Some(File::create(path).map_err(|error| unwritten(path, &error))?) } else { None };
         {
             let mut recordings = RECORDINGS.lock();
             if recordings.now.iter().any(|recording| recording.heap == handle.addr()) {
@@ -119,7 +134,7 @@ pub unsafe extern "C" fn xseg_record_start(handle: *mut xseg_heap, path: *const 
                 && there.is_file()
                 && recordings.now.iter().any(|recording| recording.file == (there.dev(), there.ino()))
             {
-                return Err(Failure::argument(format!("{path} is being recorded to already; name another file")));
+                return Err(taken_already(path, ""));
             }
             let file = opened.map_or_else(|| create(path), Ok)?;
             let found_at = file.metadata().map_err(|error| unwritten(path, &error))?;
@@ -179,6 +194,8 @@ fn taken(handle: *const xseg_heap) -> Option<Recording> {
 
 fn finish(mut ended: Recording) -> Result<(), Failure> {
     let flushed = ended.out.flush();
+    // A child that was forked off has a copy of the descriptor, which would keep the lock.
+    let _ = flock(&ended.out.get_ref().0, FlockOperation::Unlock);
     match ended.failed.or(flushed.err()) {
         Some(error) => Err(unwritten(&ended.path, &error)),
         None => Ok(()),

@@ -152,6 +152,12 @@ fn tags_and_recordings() {
 }
 
 #[test]
+fn a_file_takes_one_recording() {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("shared.trace");
+    program("tests/programs/record.c", false, &[HOST[0], ("TRACE", path.to_str().unwrap())]);
+}
+
+#[test]
 fn a_folder_that_pkg_config_cannot_name_is_refused() {
     for name in ["/no such/folder", "/no'such", "/no$such", "/no&such"] {
         let output = Command::new(here().join("install.sh")).arg(name).output().unwrap();

@@ -77,8 +77,8 @@ class record:
     """Record what PyTorch allocates on a device (None: the current one) as a trace that ``xseg replay`` reads.
 
     Recording begins here, with the blocks that are live, and ends with ``stop()``, the ``with``, or the program. A device has one
-    recording at a time. Raises RuntimeError without ``install()``, under ``XSEG_CONF=off`` and without a GPU, and Error where the
-    file cannot be written.
+    recording at a time, and so has a file, of whichever process: of several ranks each needs its own. Raises RuntimeError without
+    ``install()``, under ``XSEG_CONF=off`` and without a GPU, and Error where the file cannot be written or is being recorded to.
     """
 
     def __init__(self, path: str | os.PathLike[str], device: int | str | torch.device | None = None) -> None:
