@@ -364,7 +364,7 @@ enum xseg_status xseg_device_heap(int device,
 // As `xseg_alloc`.
 enum xseg_status xseg_device_alloc(int device, uint64_t bytes, xseg_stream stream, void **block);
 
-// As `xseg_free`, for a block of any device's heap. In a forked child it does nothing.
+// As `xseg_free`, for a block of any device's heap. In a forked child, and for a null `block`, it does nothing.
 //
 // What the caller promises:
 // As `xseg_free`.
@@ -452,7 +452,7 @@ enum xseg_status xseg_alloc_aligned(xseg_heap *heap, uint64_t bytes, uint64_t al
 enum xseg_status xseg_alloc_contiguous(xseg_heap *heap, uint64_t bytes, xseg_stream stream, void **block);
 
 // Frees a block. Never waits: work that was queued on the block's stream before the call may still use it, and other
-// streams get the memory only when every stream has passed the call.
+// streams get the memory only when every stream has passed the call. A null `block` is `XSEG_OK`, and nothing is done.
 //
 // What the caller promises:
 // No work that is queued after the call uses the block.
@@ -460,6 +460,7 @@ enum xseg_status xseg_free(xseg_heap *heap, void *block);
 
 // As `xseg_free`, once `event` (a `cudaEvent_t` or `CUevent` that was recorded) has completed. What the event stands for
 // now counts; it may be recorded again or destroyed right afterwards. On an error the block lives on.
+// A null `block` is `XSEG_OK`, and nothing is done.
 //
 // What the caller promises:
 // As `xseg_free`; `event` exists.

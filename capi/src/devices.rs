@@ -146,8 +146,8 @@ fn with_owner(block: *const c_void, call: impl Fn(&Heap, u64) -> Result<(), Erro
 }
 
 pub(crate) fn free(block: *const c_void) -> Result<(), Failure> {
-    if FORKED.load(Relaxed) {
-        // The parent has the block; here is only a copy of the books.
+    // In a child the parent has the block; here is only a copy of the books.
+    if block.is_null() || FORKED.load(Relaxed) {
         return Ok(());
     }
     noted::free(block.addr() as u64, || with_owner(block, Heap::free_raw))
@@ -207,7 +207,7 @@ pub unsafe extern "C" fn xseg_device_alloc(
     unsafe { hand_out(block, || allocate(device, bytes, stream)) }
 }
 
-/// As `xseg_free`, for a block of any device's heap. In a forked child it does nothing.
+/// As `xseg_free`, for a block of any device's heap. In a forked child, and for a null `block`, it does nothing.
 ///
 /// # Safety
 /// As `xseg_free`.

@@ -216,20 +216,22 @@ pub(crate) unsafe fn hand_out(block: *mut *mut c_void, find: impl FnOnce() -> Re
 }
 
 /// Frees a block. Never waits: work that was queued on the block's stream before the call may still use it, and other
-/// streams get the memory only when every stream has passed the call.
+/// streams get the memory only when every stream has passed the call. A null `block` is `XSEG_OK`, and nothing is done.
 ///
 /// # Safety
 /// No work that is queued after the call uses the block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn xseg_free(heap: *mut xseg_heap, block: *mut c_void) -> xseg_status {
     guard(|| {
-        let (heap, block) = (self::heap(heap)?, self::block(block)?);
+        let Ok(block) = self::block(block) else { return Ok(()) };
+        let heap = self::heap(heap)?;
         Ok(noted::free(block, || heap.free_raw(block))?)
     })
 }
 
 /// As `xseg_free`, once `event` (a `cudaEvent_t` or `CUevent` that was recorded) has completed. What the event stands for
 /// now counts; it may be recorded again or destroyed right afterwards. On an error the block lives on.
+/// A null `block` is `XSEG_OK`, and nothing is done.
 ///
 /// # Safety
 /// As `xseg_free`; `event` exists.
@@ -237,7 +239,8 @@ pub unsafe extern "C" fn xseg_free(heap: *mut xseg_heap, block: *mut c_void) -> 
 pub unsafe extern "C" fn xseg_free_after(heap: *mut xseg_heap, block: *mut c_void, event: *mut c_void) -> xseg_status {
     guard(|| {
         let event = ClientEvent(event.addr() as u64);
-        let (heap, block) = (self::heap(heap)?, self::block(block)?);
+        let Ok(block) = self::block(block) else { return Ok(()) };
+        let heap = self::heap(heap)?;
         Ok(noted::free(block, || heap.free_after(block, event))?)
     })
 }

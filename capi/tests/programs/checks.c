@@ -71,7 +71,10 @@ static void blocks(void) {
   CHECK(xseg_block_size(heap, block, &requested, &size) == XSEG_OK && requested == 1000 && size == 1024);
   CHECK(xseg_free(heap, (char *)block + 512) == XSEG_INVALID_POINTER);
   CHECK(xseg_free(heap, &told) == XSEG_INVALID_POINTER);
-  CHECK(xseg_free(heap, NULL) == XSEG_INVALID_ARGUMENT);
+  /* As free() and cudaFree(): no block is nothing to do, for any heap. */
+  CHECK(xseg_free(heap, NULL) == XSEG_OK && xseg_free_after(heap, NULL, NULL) == XSEG_OK);
+  CHECK(xseg_free(NULL, NULL) == XSEG_OK && xseg_free(NULL, block) == XSEG_INVALID_ARGUMENT);
+  CHECK(xseg_record_use(heap, NULL, stream) == XSEG_INVALID_ARGUMENT);
   CHECK(xseg_record_use(heap, block, (xseg_stream)0x1234) == XSEG_OK);
   CHECK(xseg_record_use(heap, block, stream) == XSEG_OK);
   CHECK(xseg_free(heap, block) == XSEG_OK);
@@ -228,7 +231,7 @@ static void devices(void) {
   uint32_t uses = 0;
   pthread_t thread;
   int asked = 0;
-  CHECK(xseg_device_free(&heap) == XSEG_INVALID_POINTER);
+  CHECK(xseg_device_free(NULL) == XSEG_OK && xseg_device_free(&heap) == XSEG_INVALID_POINTER);
   CHECK(xseg_device_heap(-1, &heap) == XSEG_INVALID_ARGUMENT && xseg_device_heap(64, &heap) == XSEG_INVALID_ARGUMENT);
   CHECK(xseg_device_watch(NULL, NULL) == XSEG_INVALID_ARGUMENT);
   CHECK(xseg_device_watch(device_watch, &second) == XSEG_OK);
