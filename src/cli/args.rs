@@ -25,7 +25,8 @@ pub(super) const INPUTS: &str = "\
 A trace is the list of a run's allocations and frees. Of a run under PyTorch: \
 torch.cuda.memory._record_memory_history(context=None) before it, torch.cuda.memory._dump_snapshot(\"run.pickle\") after it. \
 Traces are text (.trace, up to 4 GiB unfolded) and PyTorch snapshots (.pickle, up to 256 MiB unfolded; \
-without stacks, as above, they are small), each also as .xz or .zst.";
+without stacks, as above, they are small), each also as .xz or .zst. Of a snapshot of several GPUs one is read: \
+the one with the longest history, or that of --device.";
 
 pub(super) const LEAST_EXAMPLES: &str = "\
 Examples:
@@ -52,6 +53,9 @@ pub(super) struct RunArgs {
     /// Trace files (.trace, PyTorch snapshot .pickle, each also .xz or .zst) or folders of them
     #[arg(required = true, value_name = "TRACE")]
     pub(super) traces: Vec<PathBuf>,
+    /// The device of PyTorch snapshots of several GPUs that is read, from 0; by default the one with the longest history
+    #[arg(long, value_name = "N")]
+    pub(super) device: Option<u32>,
     /// Where memory comes from: cuda, cuda=N, host (really remapped) or sim (no memory; calls are counted and priced); auto,
     /// the default, is cuda where there is a GPU, else host
     #[arg(long, value_name = "BACKEND")]
@@ -89,6 +93,9 @@ pub(super) struct PlanArgs {
     /// The trace of the run (.trace, PyTorch snapshot .pickle, each also .xz or .zst)
     #[arg(value_name = "TRACE")]
     pub(super) trace: PathBuf,
+    /// The device of a PyTorch snapshot of several GPUs that is read, from 0; by default the one with the longest history
+    #[arg(long, value_name = "N")]
+    pub(super) device: Option<u32>,
     /// Where the plan goes; without it only what was found is shown
     #[arg(short, long, value_name = "FILE")]
     pub(super) out: Option<PathBuf>,

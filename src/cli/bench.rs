@@ -35,6 +35,9 @@ pub(super) struct BenchArgs {
     /// Trace files (.trace, PyTorch snapshot .pickle, each also .xz or .zst) or folders of them
     #[arg(value_name = "TRACE")]
     traces: Vec<PathBuf>,
+    /// The device of PyTorch snapshots of several GPUs that is read, from 0; by default the one with the longest history
+    #[arg(long, value_name = "N", requires = "traces")]
+    device: Option<u32>,
     /// Generated workloads by name, or `all`; `none`: only the parts that need no workload
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     workload: Vec<String>,
@@ -396,7 +399,7 @@ fn workloads(args: &BenchArgs, bar: &Bar) -> Result<(Vec<Workload>, Vec<String>)
             continue;
         }
         bar.spin(&format!("reading {}", file.display()));
-        match Trace::load(&file) {
+        match Trace::load_device(&file, args.device) {
             Ok(trace) if trace.peak_requested() > PEAK_MAX => wrong.push(format!(
                 "{}: {} live at once are more than any device has, and the models of other designs keep a record of \
                  every 2 MiB; give a trace of at most {}",
@@ -404,7 +407,12 @@ fn workloads(args: &BenchArgs, bar: &Bar) -> Result<(Vec<Workload>, Vec<String>)
                 human(trace.peak_requested()),
                 human(PEAK_MAX)
             )),
-            Ok(trace) => add(&mut workloads, Workload::from_trace(trace), Some(&file)),
+            Ok(trace) => {
+                if !trace.notes.is_empty() {
+                    bar.aside(|| complain(&format!("{}: {}", trace.name, trace.notes.join("; "))));
+                }
+                add(&mut workloads, Workload::from_trace(trace), Some(&file));
+            }
             Err(error) => wrong.push(files::unreadable(&file, &error)),
         }
     }

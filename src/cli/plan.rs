@@ -12,7 +12,8 @@ use std::path::Path;
 
 /// Runs `xseg plan`; the exit status.
 pub(super) fn plan(args: &PlanArgs, out: &mut dyn Write) -> Result<u8, Failure> {
-    let trace = Trace::load(&args.trace).map_err(|error| Failure::Usage(files::unreadable(&args.trace, &error)))?;
+    let trace = Trace::load_device(&args.trace, args.device)
+        .map_err(|error| Failure::Usage(files::unreadable(&args.trace, &error)))?;
     let recorded = trace.large_blocks(args.apart);
     let (plan, found) = Plan::of(&recorded).map_err(|error| Failure::Usage(format!("{}: {error}", trace.name)))?;
     if let Some(path) = &args.out {
@@ -59,6 +60,10 @@ fn tell(trace: &Trace, found: &PlanSummary, out: &mut dyn Write) -> std::io::Res
             writeln!(out, "before it {before}, of which {} live when it begins", human(found.live_before))?;
         }
     }
+    // What was left out of the trace is not planned.
+    if !trace.notes.is_empty() {
+        writeln!(out, "of the trace: {}", trace.notes.join("; "))?;
+    }
     let above = 100.0 * (found.top as f64 / found.peak.max(1) as f64 - 1.0);
     writeln!(out, "planned: most live at once {}, addresses {}, {above:.2} % more", human(found.peak), human(found.top))
 }
@@ -79,6 +84,6 @@ fn json(trace: &Trace, found: &PlanSummary, file: Option<&Path>) -> serde_json::
         "trace": trace.name, "events": trace.events.len(), "blocks": found.blocks, "rounds": found.rounds,
         "period": found.period, "period_events": period_events, "covered": found.covered,
         "covered_events": covered_events, "before": found.before, "live_before": found.live_before, "peak": found.peak,
-        "top": found.top, "file": file.map(|file| file.display().to_string()),
+        "top": found.top, "notes": trace.notes, "file": file.map(|file| file.display().to_string()),
     })
 }

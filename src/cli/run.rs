@@ -122,7 +122,7 @@ impl<'a> Session<'a> {
         wrong.iter().for_each(|why| self.complain(why, BAD_INPUT));
         for file in &files {
             self.progress.spin(format!("reading {}", file.display()));
-            let trace = match Trace::load(file) {
+            let trace = match Trace::load_device(file, self.args.device) {
                 Ok(trace) => trace,
                 Err(error) => {
                     self.complain(&files::unreadable(file, &error), BAD_INPUT);

@@ -94,9 +94,32 @@ pub enum TraceError {
          before the run and torch.cuda.memory._dump_snapshot(path) after it"
     )]
     NotASnapshot(String),
+    /// A snapshot has no events of the device that was named.
+    #[error("the snapshot has no events of device {device}; it has some of {}", listed(there))]
+    NoDevice {
+        /// The device's number.
+        device: u32,
+        /// Numbers of those of which there are events.
+        there: Vec<u32>,
+    },
+    /// A device was named for a file that names none.
+    #[error(
+        "the file is a trace and no PyTorch snapshot, so that it names no devices to choose from; leave `--device` out"
+    )]
+    NoDevices,
     /// No event is in the file.
     #[error("the file holds no allocation; give a trace ({FORM}) or a PyTorch snapshot pickle")]
     Empty,
+}
+
+/// `device 0`, `devices 0, 1 and 3`.
+pub(super) fn listed(devices: &[u32]) -> String {
+    let texts: Vec<String> = devices.iter().map(u32::to_string).collect();
+    match &texts[..] {
+        [one] => format!("device {one}"),
+        [first @ .., last] => format!("devices {} and {last}", first.join(", ")),
+        [] => "no device".to_owned(),
+    }
 }
 
 crate::error::debug_is_the_sentence!(TraceError);

@@ -15,7 +15,8 @@ const PICKLE: u8 = 0x80;
 const XZ_MEMORY: u64 = 256 << 20;
 const ZSTD_WINDOW_LOG: u32 = 27;
 
-pub(super) fn load(path: &Path) -> Result<Trace, TraceError> {
+/// Of a snapshot the `device` with this number, or the one with the longest history.
+pub(super) fn load(path: &Path, device: Option<u32>) -> Result<Trace, TraceError> {
     let failed = |error: io::Error| TraceError::Open { path: path.into(), why: error.to_string() };
     let file = File::open(path).map_err(failed)?;
     let meta = file.metadata().map_err(failed)?;
@@ -24,7 +25,7 @@ pub(super) fn load(path: &Path) -> Result<Trace, TraceError> {
         // reading. If another program writes to the file meanwhile, bytes change between reads; the
         // readers take each byte as it comes and trust none of them.
         let map = unsafe { memmap2::Mmap::map(&file) }.map_err(failed)?;
-        return read_bytes(&map).map_err(|error| of_name(path, error));
+        return read_bytes(&map, device).map_err(|error| of_name(path, error));
     }
     if meta.is_dir() {
         return Err(failed(io::Error::other("it is a folder, and one file is needed")));
@@ -35,7 +36,7 @@ pub(super) fn load(path: &Path) -> Result<Trace, TraceError> {
     if bytes.len() as u64 > PICKLE_MAX {
         return Err(TraceError::SnapshotTooLarge { most: PICKLE_MAX });
     }
-    read_bytes(&bytes).map_err(|error| of_name(path, error))
+    read_bytes(&bytes, device).map_err(|error| of_name(path, error))
 }
 
 /// What is wrong with a file of this name: content decides what a file is read as, but the form of a trace's lines is no help to
@@ -51,36 +52,44 @@ fn of_name(path: &Path, error: TraceError) -> TraceError {
     }
 }
 
-pub(super) fn read_bytes(bytes: &[u8]) -> Result<Trace, TraceError> {
+pub(super) fn read_bytes(bytes: &[u8], device: Option<u32>) -> Result<Trace, TraceError> {
     if bytes.starts_with(XZ) {
         let stream = Stream::new_stream_decoder(XZ_MEMORY, CONCATENATED).map_err(|error| damaged(0, error))?;
-        unfold(liblzma::bufread::XzDecoder::new_stream(bytes, stream))
+        unfold(liblzma::bufread::XzDecoder::new_stream(bytes, stream), device)
     } else if bytes.starts_with(ZSTD) {
         let mut decoder = zstd::Decoder::with_buffer(bytes).map_err(|error| damaged(0, error))?;
         decoder.window_log_max(ZSTD_WINDOW_LOG).map_err(|error| damaged(0, error))?;
-        unfold(decoder)
+        unfold(decoder, device)
     } else if bytes.first() == Some(&PICKLE) {
         if bytes.len() as u64 > PICKLE_MAX {
             return Err(TraceError::SnapshotTooLarge { most: PICKLE_MAX });
         }
-        snapshot::read(bytes)
+        snapshot::read(bytes, device)
     } else {
-        text::read(bytes)
+        only_of_snapshots(text::read(bytes), device)
     }
 }
 
-fn unfold(decoder: impl Read) -> Result<Trace, TraceError> {
+/// A text trace names no devices. What is wrong with the text comes first: the file may be meant as a snapshot.
+fn only_of_snapshots(read: Result<Trace, TraceError>, device: Option<u32>) -> Result<Trace, TraceError> {
+    match (read, device) {
+        (Ok(_), Some(_)) => Err(TraceError::NoDevices),
+        (read, _) => read,
+    }
+}
+
+fn unfold(decoder: impl Read, device: Option<u32>) -> Result<Trace, TraceError> {
     let mut reader = BufReader::with_capacity(1 << 18, Bounded { inner: decoder, left: TEXT_MAX });
     let first = reader.fill_buf().map_err(|error| damaged(0, error))?.first().copied();
     if first != Some(PICKLE) {
-        return text::read(reader);
+        return only_of_snapshots(text::read(reader), device);
     }
     let mut bytes = Vec::new();
     reader.take(PICKLE_MAX + 1).read_to_end(&mut bytes).map_err(|error| damaged(0, error))?;
     if bytes.len() as u64 > PICKLE_MAX {
         return Err(TraceError::SnapshotTooLarge { most: PICKLE_MAX });
     }
-    snapshot::read(&bytes)
+    snapshot::read(&bytes, device)
 }
 
 /// What failed while reading after `line` whole lines.

@@ -84,7 +84,16 @@ impl Trace {
     /// # Errors
     /// [`TraceError`] says where the file is wrong and what to do.
     pub fn load(path: &Path) -> Result<Self, TraceError> {
-        let mut trace = file::load(path)?;
+        Self::load_device(path, None)
+    }
+
+    /// As [`Trace::load`], of a snapshot's device with this number; `None`: of the one with the longest history, which a note
+    /// says where there are others.
+    ///
+    /// # Errors
+    /// As there; also for a device of which the file has no events, and where a device is named for a file that is no snapshot.
+    pub fn load_device(path: &Path, device: Option<u32>) -> Result<Self, TraceError> {
+        let mut trace = file::load(path, device)?;
         trace.name = name_of(path);
         Ok(trace)
     }
@@ -94,7 +103,7 @@ impl Trace {
     /// # Errors
     /// As [`Trace::load`].
     pub fn from_bytes(name: &str, bytes: &[u8]) -> Result<Self, TraceError> {
-        let mut trace = file::read_bytes(bytes)?;
+        let mut trace = file::read_bytes(bytes, None)?;
         name.clone_into(&mut trace.name);
         Ok(trace)
     }

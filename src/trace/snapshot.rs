@@ -5,12 +5,14 @@
 //! `free_requested`; `free_completed` follows when other streams have passed and is part of the same free.
 #![forbid(unsafe_code)]
 
+use super::error::listed;
 use super::pickle::{Id, Pickle};
 use super::{BLOCK_MAX, Builder, EVENTS_MAX, TIME_MAX_US, Trace, TraceError};
 use crate::units::counted;
 use std::collections::{BTreeMap, HashMap};
 
-pub(super) fn read(bytes: &[u8]) -> Result<Trace, TraceError> {
+/// The history of one device: the `device` with this number, or that of the longest.
+pub(super) fn read(bytes: &[u8], device: Option<u32>) -> Result<Trace, TraceError> {
     let pickle = Pickle::read(bytes)?;
     let wrong = |why: &str| TraceError::NotASnapshot(why.to_owned());
     let root = pickle.root();
@@ -18,23 +20,32 @@ pub(super) fn read(bytes: &[u8]) -> Result<Trace, TraceError> {
     let traces = list("device_traces").ok_or_else(|| wrong("it has no list `device_traces`"))?;
     let segments = list("segments").unwrap_or_default();
     let histories: Vec<&[Id]> = traces.iter().map(|trace| pickle.list(*trace).unwrap_or_default()).collect();
-    let longest = histories.iter().enumerate().max_by_key(|(at, history)| (history.len(), usize::MAX - at));
-    let Some((device, history)) = longest.filter(|(_, history)| !history.is_empty()) else {
+    let there = || (0..).zip(&histories).filter(|(_, history)| !history.is_empty());
+    let longest = there().max_by_key(|(at, history)| (history.len(), u32::MAX - at));
+    let Some(longest) = longest else {
         return Err(wrong("its history is empty"));
     };
+    let found = device.map_or(Some(longest), |device| there().find(|(at, _)| *at == device));
+    let Some((number, history)) = found else {
+        let there = there().map(|(at, _)| at).collect();
+        return Err(TraceError::NoDevice { device: device.unwrap_or_default(), there });
+    };
     let mut reader = Reader::new(&pickle);
-    let left_out: usize = histories.iter().map(|history| history.len()).sum::<usize>() - history.len();
-    if left_out > 0 {
+    let others: Vec<u32> = there().map(|(at, _)| at).filter(|at| *at != number).collect();
+    // Who named the device knows that there are others.
+    if device.is_none() && !others.is_empty() {
+        let left_out: usize = there().filter(|(at, _)| *at != number).map(|(_, history)| history.len()).sum();
         reader.notes.push(format!(
-            "read device {device}, which has the longest history; left out: {} of other devices",
-            counted(left_out as u64, "event")
+            "read device {number}, which has the longest history; left out: {} of {}, which `--device` reads",
+            counted(left_out as u64, "event"),
+            listed(&others)
         ));
     }
     if history.len() > EVENTS_MAX {
         return Err(TraceError::TooLarge { what: "events", most: EVENTS_MAX as u64 });
     }
     let entries: Vec<Entry> = history.iter().filter_map(|entry| reader.entry(*entry)).collect();
-    reader.find_initial(&entries, segments, device as u64)?;
+    reader.find_initial(&entries, segments, u64::from(number))?;
     reader.replay(&entries)
 }
 

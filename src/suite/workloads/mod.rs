@@ -207,11 +207,14 @@ impl Entry {
 impl Workload {
     /// A workload from a trace that was read.
     pub(crate) fn from_trace(trace: Trace) -> Self {
-        let about = format!(
+        let mut about = format!(
             "{} on {}",
             counted(trace.events.len() as u64, "event"),
             counted(trace.streams.len() as u64, "stream")
         );
+        for note in &trace.notes {
+            about = format!("{about}; {note}");
+        }
         Self { origin: Origin::File, about, trace, limit: None }
     }
 
