@@ -69,12 +69,11 @@ fn meta(text: &[u8]) -> String {
 fn event(builder: &mut Builder, live: &mut Live, number: u64, line: &[u8]) -> Result<(), TraceError> {
     let bad = |why| wrong(number, line, why);
     let (kind, rest) = line.split_first_chunk::<2>().ok_or_else(|| bad("it is no event"))?;
-    let mut fields = Fields(rest);
-    let mut next = |why| fields.next().ok_or_else(|| bad(why));
+    let mut fields = Fields(Some(rest));
+    let mut next = |field: Field| fields.next(field).map_err(bad);
     match kind {
         b"a," => {
-            let (id, bytes) = (next("ID is no number")?, next("BYTES is no number up to 2^64")?);
-            let (stream, time) = (next("STREAM is no number")?, next("TIME_US is no number")?);
+            let (id, bytes, stream, time) = (next(ID)?, next(BYTES)?, next(STREAM)?, next(TIME)?);
             fields.end().ok_or_else(|| bad("something follows TIME_US"))?;
             if bytes > BLOCK_MAX {
                 return Err(bad("BYTES is more than 256 TiB"));
@@ -87,15 +86,14 @@ fn event(builder: &mut Builder, live: &mut Live, number: u64, line: &[u8]) -> Re
             live.insert(id, block);
         }
         b"f," => {
-            let (id, time) = (next("ID is no number")?, next("TIME_US is no number")?);
+            let (id, time) = (next(ID)?, next(TIME)?);
             fields.end().ok_or_else(|| bad("something follows TIME_US"))?;
             let time = time_checked(time).ok_or_else(|| bad("TIME_US is out of range"))?;
             let block = live.remove(id).ok_or(TraceError::Unknown { line: number, id })?;
             builder.free(block, time)?;
         }
         b"u," => {
-            let (id, stream) = (next("ID is no number")?, next("STREAM is no number")?);
-            let time = next("TIME_US is no number")?;
+            let (id, stream, time) = (next(ID)?, next(STREAM)?, next(TIME)?);
             fields.end().ok_or_else(|| bad("something follows TIME_US"))?;
             let time = time_checked(time).ok_or_else(|| bad("TIME_US is out of range"))?;
             let block = live.get(id).ok_or(TraceError::Unknown { line: number, id })?;
@@ -114,32 +112,45 @@ fn wrong(line: u64, text: &[u8], why: &'static str) -> TraceError {
     TraceError::Line { line, text: crate::shown::text(text.trim_ascii(), 60), why }
 }
 
-/// Decimal fields between commas.
-struct Fields<'a>(&'a [u8]);
+/// What is said of a field that is not there, and of one that is no number.
+#[derive(Clone, Copy)]
+struct Field {
+    missing: &'static str,
+    wrong: &'static str,
+}
+
+const ID: Field = Field { missing: "ID is missing", wrong: "ID is no number" };
+const BYTES: Field = Field { missing: "BYTES is missing", wrong: "BYTES is no number up to 2^64" };
+const STREAM: Field = Field { missing: "STREAM is missing", wrong: "STREAM is no number" };
+const TIME: Field = Field { missing: "TIME_US is missing", wrong: "TIME_US is no number" };
+
+/// Decimal fields between commas; `None` after the last.
+struct Fields<'a>(Option<&'a [u8]>);
 
 impl Fields<'_> {
-    fn next(&mut self) -> Option<u64> {
+    fn next(&mut self, field: Field) -> Result<u64, &'static str> {
+        let Some(text) = self.0 else { return Err(field.missing) };
         let mut value = 0u64;
         let mut digits = 0;
-        while let Some(&byte) = self.0.get(digits) {
+        while let Some(&byte) = text.get(digits) {
             let digit = byte.wrapping_sub(b'0');
             if digit > 9 {
                 break;
             }
-            value = value.checked_mul(10)?.checked_add(u64::from(digit))?;
+            let next = value.checked_mul(10).and_then(|value| value.checked_add(u64::from(digit)));
+            value = next.ok_or(field.wrong)?;
             digits += 1;
         }
-        let rest = &self.0[digits..];
-        self.0 = match rest.first() {
-            None => rest,
-            Some(b',') if rest.len() > 1 => &rest[1..],
-            Some(_) => return None,
+        self.0 = match text.get(digits) {
+            None => None,
+            Some(b',') => Some(&text[digits + 1..]),
+            Some(_) => return Err(field.wrong),
         };
-        (digits > 0).then_some(value)
+        if digits > 0 { Ok(value) } else { Err(field.missing) }
     }
 
     fn end(&self) -> Option<()> {
-        self.0.is_empty().then_some(())
+        self.0.is_none().then_some(())
     }
 }
 
