@@ -158,7 +158,7 @@ pub struct Config {
     pub stats: bool,
     /// Ranges for NVIDIA's profilers around growth and moves, where the NVTX library is installed.
     pub nvtx: bool,
-    /// Longest host wait before an out-of-memory error.
+    /// Longest host wait, for the device and for exports that are open, before an out-of-memory error.
     pub wait_limit: Duration,
 }
 

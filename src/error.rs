@@ -128,7 +128,7 @@ pub struct OutOfMemory {
     pub largest_free: u64,
     /// Free bytes that the asking stream may not take yet: freed on other streams, not proven passed.
     pub waiting: u64,
-    /// Bytes of freed blocks that other processes may still use.
+    /// Bytes of freed blocks whose exports are open, here or in other processes.
     pub exported: u64,
     /// Free bytes in handles that live blocks hold (a handle cannot be split).
     pub partly_live: u64,
@@ -161,12 +161,18 @@ impl fmt::Display for OutOfMemory {
             human(self.captured),
         )?;
         if self.exported > 0 {
-            write!(f, "; {} of freed blocks are kept for other processes that imported them", human(self.exported))?;
+            write!(
+                f,
+                "; {} of freed blocks are kept for exports that are open, here or in other processes",
+                human(self.exported)
+            )?;
         }
         if let Some(driver) = &self.driver {
             write!(f, "; {driver}")?;
         }
-        f.write_str("; free some blocks, raise `limit`, or use a smaller batch")
+        // Nothing that is live could be freed.
+        let free = if self.allocated > 0 { "free some blocks, raise" } else { "raise" };
+        write!(f, "; {free} `limit`, or use a smaller batch")
     }
 }
 
@@ -379,11 +385,19 @@ mod tests {
     use super::*;
 
     #[test]
+    fn advice_is_what_can_be_done() {
+        let full = OutOfMemory { allocated: 512, exported: 3 << 20, ..OutOfMemory::default() };
+        let shown = full.to_string();
+        let end = "; 3.000 MiB of freed blocks are kept for exports that are open, here or in other processes; free some blocks, raise `limit`, or use a smaller batch";
+        assert!(shown.ends_with(end), "{shown}");
+    }
+
+    #[test]
     fn what_main_and_unwrap_print_is_the_sentence() {
         let full = OutOfMemory { requested: 5 << 20, ..OutOfMemory::default() };
         let shown = format!("{:?}", Error::OutOfMemory(Box::new(full)));
         assert!(shown.starts_with("out of memory: 5.000 MiB asked for on stream 0; limit"), "{shown}");
-        assert!(shown.ends_with("use a smaller batch"), "{shown}");
+        assert!(shown.ends_with("by capture pools); raise `limit`, or use a smaller batch"), "{shown}");
         let refused = DriverError::new(DriverCall::Map, "CUDA_ERROR_INVALID_VALUE");
         assert_eq!(format!("{refused:?}"), "the map call failed: CUDA_ERROR_INVALID_VALUE");
         let shared = Error::from(ShareFault::Used);

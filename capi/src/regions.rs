@@ -16,7 +16,7 @@ pub enum xseg_region_state {
     XSEG_LIVE = 0,
     /// Free memory.
     XSEG_FREE = 1,
-    /// Freed, waiting for the streams that it was declared used on, or for other processes that imported it.
+    /// Freed, waiting for the streams that it was declared used on, or for exports of it that are open.
     XSEG_PENDING = 2,
     /// Still mapped, but its memory was given to another address.
     XSEG_ZOMBIE = 3,

@@ -363,7 +363,7 @@ pub const KEYS: [Key; 21] = [
     },
     Key {
         name: "wait_limit",
-        meaning: "longest wait of the host for the device, the last step before an out-of-memory error; 0s never waits",
+        meaning: "longest wait of the host for the device and for exports that are open, the last step before an out-of-memory error; 0s never waits",
         values: "a duration from 0s to 24h, such as 5s or 200ms",
         default: "10s",
         show: |c| duration_text(c.wait_limit),

@@ -15,7 +15,7 @@ pub enum RegionState {
     Live,
     /// Free memory.
     Free,
-    /// Freed, waiting for the streams that it was declared used on, or for other processes that imported it.
+    /// Freed, waiting for the streams that it was declared used on, or for exports of it that are open.
     Pending,
     /// Still mapped, but its memory was given to another address, also a part that is used there (a joined handle).
     Zombie,
