@@ -79,6 +79,36 @@ fn unknown_keys_get_a_suggestion() {
 }
 
 #[test]
+fn slips_get_a_hint() {
+    for (text, hint) in [
+        ("limit:40Gi", "there is no unit Gi; write KiB, MiB, GiB or TiB; allowed: auto, a size"),
+        ("reserve:40 gigs", "there is no unit gigs; write KiB"),
+        ("limit:4..5G", "it is not a size such as 2MiB"),
+        ("wait_limit:5m", "m is no unit of time; write min for minutes or ms for milliseconds"),
+        ("wait_limit:5sec", "there is no unit sec; write ns, us, ms, s, min or h"),
+        ("wait_limit:5S", "did you mean `wait_limit:5s`? allowed: a duration"),
+        ("peers:1,2", "`2` has no value; for several devices write `peers:1+2`"),
+        ("stats:on,peers:0+1, 2,3,limit:4G", "`2` has no value; for several devices write `peers:0+1+2+3`"),
+        ("limit:4G,2", "`2` has no value; write `key:value`"),
+        (
+            "plan:/runs/a,b.plan",
+            "`b.plan` has no value; if it belongs to the path of `plan`, name the file by one without",
+        ),
+        ("plan:/runs/a,stats", "`stats` has no value; allowed: on or off"),
+        ("plan:/runs/a,stats=on", "`stats=on` has no colon; write `stats:on`"),
+        ("LIMIT:4G", "there is no key `LIMIT`; did you mean `limit`? The keys"),
+        ("Wait-Limit:4s", "did you mean `wait_limit`?"),
+        ("LIMIT=4G", "`LIMIT=4G` has no colon; write `limit:4G`"),
+        ("STATS", "`STATS` has no value; did you mean `stats`? Allowed for it: on or off"),
+        ("defrag:EAGER", "did you mean `defrag:eager`? allowed: on_pressure"),
+        ("OFF", "`OFF` has no value; did you mean `off`? `off` stands alone, and is for `xseg.install()`"),
+    ] {
+        let why = error(text);
+        assert!(why.contains(hint), "{text}: {why}");
+    }
+}
+
+#[test]
 fn text_that_is_not_readable_is_shown_escaped() {
     assert!(error("\u{1b}[31m").starts_with(r"`\u{1b}[31m` has no value"), "{}", error("\u{1b}[31m"));
     assert!(error("\u{7}:1").contains(r"no key `\u{7}`"));

@@ -47,7 +47,10 @@ impl Key {
     /// [`Error::Config`] that names the key and what is allowed; `config` is then unchanged.
     pub fn set(&self, config: &mut Config, value: &str) -> Result<()> {
         (self.set)(config, value).map_err(|why| {
-            Error::Config(format!("`{}:{}`: {why}; allowed: {}", self.name, super::clipped(value), self.values))
+            let (name, small) = (self.name, value.to_ascii_lowercase());
+            let slip = small != value && (self.set)(&mut config.clone(), &small).is_ok();
+            let hint = if slip { format!("; did you mean `{name}:{}`?", super::clipped(&small)) } else { ";".into() };
+            Error::Config(format!("`{name}:{}`: {why}{hint} allowed: {}", super::clipped(value), self.values))
         })
     }
 }

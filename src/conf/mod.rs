@@ -67,9 +67,11 @@ impl Config {
     pub fn apply(&mut self, text: &str) -> Result<()> {
         let mut next = self.clone();
         let mut seen = [false; KEYS.len()];
-        for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
+        let entries: Vec<&str> = text.split(',').map(str::trim).filter(|entry| !entry.is_empty()).collect();
+        for (number, entry) in entries.iter().copied().enumerate() {
             let Some((name, value)) = entry.split_once(':') else {
-                return Err(Error::Config(no_value(entry)));
+                let why = cut_off(&entries[..number], &entries[number..]).unwrap_or_else(|| no_value(entry));
+                return Err(Error::Config(why));
             };
             let (name, value) = (name.trim(), value.trim());
             let Some(at) = KEYS.iter().position(|key| key.name == name) else {
@@ -147,17 +149,40 @@ fn of_variable(error: Error) -> Error {
     }
 }
 
+/// What is wrong with an entry that is the rest of the value before it, where a comma was written into that.
+fn cut_off(before: &[&str], from: &[&str]) -> Option<String> {
+    let (name, value) = before.last()?.split_once(':')?;
+    let (entry, numbers) = (from.first()?, |text: &&&str| text.split('+').all(|part| part.parse::<u32>().is_ok()));
+    match name.trim() {
+        "peers" if numbers(&entry) => {
+            let more: Vec<&str> = from.iter().take_while(numbers).copied().collect();
+            let all = format!("{}+{}", value.trim(), more.join("+"));
+            Some(format!("{} has no value; for several devices write `peers:{}`", quoted(entry), clipped(&all)))
+        }
+        "plan" if !entry.contains('=') && KEYS.iter().all(|key| !key.name.eq_ignore_ascii_case(entry)) => {
+            Some(format!(
+                "{} has no value; if it belongs to the path of `plan`, name the file by one without a comma",
+                quoted(entry)
+            ))
+        }
+        _ => None,
+    }
+}
+
 fn no_value(entry: &str) -> String {
     let shown = quoted(entry);
-    match entry.split_once('=') {
-        Some((name, value)) if KEYS.iter().any(|key| key.name == name.trim()) => {
-            format!("{shown} has no colon; write `{}:{}`", name.trim(), clipped(value.trim()))
-        }
-        _ => match KEYS.iter().find(|key| key.name == entry) {
-            Some(key) => format!("`{entry}` has no value; allowed: {}", key.values),
-            None if entry == "off" => {
-                "`off` stands alone, and is for `xseg.install()` in Python, which leaves PyTorch its own allocator then; for all else unset XSEG_CONF, or leave it empty"
-                    .to_owned()
+    let named = |name: &str| KEYS.iter().find(|key| key.name.eq_ignore_ascii_case(name.trim()));
+    match entry.split_once('=').and_then(|(name, value)| Some((named(name)?, value))) {
+        Some((key, value)) => format!("{shown} has no colon; write `{}:{}`", key.name, clipped(value.trim())),
+        None => match named(entry) {
+            Some(key) if key.name == entry => format!("{shown} has no value; allowed: {}", key.values),
+            Some(key) => format!("{shown} has no value; did you mean `{}`? Allowed for it: {}", key.name, key.values),
+            None if entry.eq_ignore_ascii_case("off") => {
+                let meant =
+                    if entry == "off" { String::new() } else { format!("{shown} has no value; did you mean `off`? ") };
+                format!(
+                    "{meant}`off` stands alone, and is for `xseg.install()` in Python, which leaves PyTorch its own allocator then; for all else unset XSEG_CONF, or leave it empty"
+                )
             }
             None => format!("{shown} has no value; write `key:value`, with one of the keys {}", names()),
         },
@@ -165,9 +190,9 @@ fn no_value(entry: &str) -> String {
 }
 
 fn unknown(name: &str) -> String {
-    let shown = quoted(name);
-    let part_of = |key: &&Key| name.len() > 2 && key.name.contains(name);
-    let by_distance = || KEYS.iter().map(|key| (distance(key.name, name), key.name)).min().filter(|near| near.0 <= 2);
+    let (shown, small) = (quoted(name), name.to_ascii_lowercase());
+    let part_of = |key: &&Key| small.len() > 2 && key.name.contains(&small);
+    let by_distance = || KEYS.iter().map(|key| (distance(key.name, &small), key.name)).min().filter(|near| near.0 <= 2);
     match KEYS.iter().find(part_of).map(|key| key.name).or_else(|| by_distance().map(|near| near.1)) {
         Some(near) => format!("there is no key {shown}; did you mean `{near}`? The keys are {}", names()),
         None => format!("there is no key {shown}; the keys are {}", names()),

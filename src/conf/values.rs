@@ -59,6 +59,16 @@ fn split_unit(text: &str) -> (&str, &str) {
     (number, unit.trim())
 }
 
+/// What is wrong with a number whose unit is none.
+fn no_unit(number: &str, unit: &str, units: &str, form: &str) -> String {
+    // What is no word is no slip of a unit's either.
+    if decimal(number).is_some() && unit.len() < 16 && unit.bytes().all(|byte| byte.is_ascii_alphabetic()) {
+        format!("there is no unit {unit}; write {units}")
+    } else {
+        format!("it is not {form}")
+    }
+}
+
 /// Bytes of `2MiB`, `512K`, `1.5G`, `4096` (binary units; fractions rounded down to a byte).
 pub(crate) fn size(text: &str) -> Result<u64, String> {
     let (number, unit) = split_unit(text);
@@ -71,7 +81,7 @@ pub(crate) fn size(text: &str) -> Result<u64, String> {
         "kb" | "mb" | "gb" | "tb" => {
             return Err(format!("the unit {unit} can mean two sizes; write KiB, MiB, GiB or TiB"));
         }
-        _ => return Err(format!("it is not {SIZE_FORM}")),
+        _ => return Err(no_unit(number, unit, "KiB, MiB, GiB or TiB", SIZE_FORM)),
     };
     let (scaled, scale) = decimal(number).ok_or_else(|| format!("it is not {SIZE_FORM}"))?;
     let bytes = scaled.checked_mul(u128::from(unit)).map(|bytes| bytes / scale);
@@ -124,7 +134,8 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
         "h" => 3_600_000_000_000,
         "" if number == "0" => 1,
         "" => return Err("it has no unit; write ns, us, ms, s, min or h after the number".into()),
-        _ => return Err(wrong()),
+        "m" => return Err("m is no unit of time; write min for minutes or ms for milliseconds".into()),
+        _ => return Err(no_unit(number, unit, "ns, us, ms, s, min or h", DURATION_FORM)),
     };
     let (scaled, scale) = decimal(number).ok_or_else(wrong)?;
     let total = scaled.checked_mul(nanos).map(|nanos| nanos / scale);
