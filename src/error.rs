@@ -170,9 +170,10 @@ impl fmt::Display for OutOfMemory {
         if let Some(driver) = &self.driver {
             write!(f, "; {driver}")?;
         }
-        // Nothing that is live could be freed.
-        let free = if self.allocated > 0 { "free some blocks, raise" } else { "raise" };
-        write!(f, "; {free} `limit`, or use a smaller batch")
+        // Frees are no help where nothing is live, nor to a request that the limit alone refuses.
+        let helps = self.allocated > 0 && (self.driver.is_some() || self.requested <= self.limit);
+        let free = if helps { "free some blocks, " } else { "" };
+        write!(f, "; {free}raise `limit`, or use a smaller batch")
     }
 }
 
@@ -386,10 +387,18 @@ mod tests {
 
     #[test]
     fn advice_is_what_can_be_done() {
-        let full = OutOfMemory { allocated: 512, exported: 3 << 20, ..OutOfMemory::default() };
+        let mut full = OutOfMemory { allocated: 512, exported: 3 << 20, ..OutOfMemory::default() };
         let shown = full.to_string();
         let end = "; 3.000 MiB of freed blocks are kept for exports that are open, here or in other processes; free some blocks, raise `limit`, or use a smaller batch";
         assert!(shown.ends_with(end), "{shown}");
+        let advised = |full: &OutOfMemory| full.to_string().contains("free some blocks");
+        full.requested = 5;
+        assert!(!advised(&full), "more than the limit");
+        // Then `limit` is what the device had.
+        full.driver = Some(DriverError::out_of_memory(DriverCall::Create, "CUDA_ERROR_OUT_OF_MEMORY"));
+        assert!(advised(&full));
+        full.allocated = 0;
+        assert!(!advised(&full), "nothing is live");
     }
 
     #[test]

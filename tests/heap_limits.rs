@@ -62,6 +62,8 @@ fn a_request_beyond_the_limit_fails_at_once() {
     for bytes in [64 * MIB + 1, GIB, 600 * GIB] {
         let fields = out_of_memory(lab.heap.alloc(bytes, S2));
         assert_eq!((fields.requested, fields.limit), (bytes, 64 * MIB));
+        let said = fields.to_string();
+        assert!(said.ends_with("by capture pools); raise `limit`, or use a smaller batch"), "{said}");
     }
     assert_eq!(lab.time.now(), before, "no wait can make room for it");
     assert_eq!(lab.heap.stats().host_waits, 0);

@@ -99,7 +99,9 @@ fn freed_memory_is_kept_until_the_import_has_ended() {
         let refused = out_of_memory(here.heap.alloc(24 * MIB, S0));
         assert_eq!((refused.exported, refused.waiting), (20 * MIB, 0));
         assert!(
-            Error::OutOfMemory(Box::new(refused)).to_string().contains("20.000 MiB of freed blocks are kept for other")
+            Error::OutOfMemory(Box::new(refused))
+                .to_string()
+                .contains("20.000 MiB of freed blocks are kept for exports")
         );
         drop(taken);
         here.heap.trim();
