@@ -74,11 +74,20 @@ fn any_number_of_handles() {
     holds(&there.device, 1);
 }
 
-/// Threads that hand over handles.
-fn exporting() -> usize {
-    let threads = std::fs::read_dir("/proc/self/task").unwrap();
-    let names = threads.filter_map(|thread| std::fs::read_to_string(thread.ok()?.path().join("comm")).ok());
-    names.filter(|name| name.trim() == "xseg export").count()
+/// Waits until so many threads hand over handles. They name themselves as they start.
+#[track_caller]
+fn exporting(wanted: usize) {
+    let start = Instant::now();
+    loop {
+        let threads = std::fs::read_dir("/proc/self/task").unwrap();
+        let names = threads.filter_map(|thread| std::fs::read_to_string(thread.ok()?.path().join("comm")).ok());
+        let found = names.filter(|name| name.trim() == "xseg export").count();
+        if found == wanted {
+            return;
+        }
+        assert!(start.elapsed() < Duration::from_secs(60), "{found} threads, not {wanted}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// What will not be asked for is not waited for.
@@ -89,13 +98,9 @@ fn a_half_closed_export_has_no_thread_left() {
     let before = descriptors();
     let block = here.heap.alloc(64 * MIB, S0).unwrap();
     let exported: Vec<_> = (0..2).map(|_| here.heap.export(block.address()).unwrap()).collect();
-    assert_eq!(exporting(), 2);
+    exporting(2);
     exported.iter().for_each(|export| rustix::net::shutdown(export, rustix::net::Shutdown::Write).unwrap());
-    let start = Instant::now();
-    while exporting() > 0 {
-        assert!(start.elapsed() < Duration::from_secs(60), "{} threads wait", exporting());
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    exporting(0);
     here.heap.tick();
     assert_eq!(here.heap.stats().exported, 64 * MIB, "it may be mapped still");
     drop(exported);
