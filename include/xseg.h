@@ -49,7 +49,7 @@ typedef enum xseg_status {
   XSEG_DRIVER = 6,
   // The system's limit on the mappings of a process is near (`vm.max_map_count`).
   XSEG_MAPPING_LIMIT = 7,
-  // The backend cannot be used here: no GPU, no driver.
+  // The backend cannot be used here: no GPU, no driver; or a GPU has no way to another's memory.
   XSEG_UNAVAILABLE = 8,
   // A key or value of the configuration is wrong, or the plan that it names.
   XSEG_CONFIG = 9,
@@ -533,6 +533,19 @@ enum xseg_status xseg_pin(xseg_heap *heap, const void *address, uint64_t bytes);
 // What the caller promises:
 // Nothing outside relies on the range any more.
 enum xseg_status xseg_unpin(xseg_heap *heap, const void *address, uint64_t bytes);
+
+// From now on the GPU `device` reads and writes all of the heap's memory: what is mapped, imports too, and what will be,
+// wherever it moves. That is for good. Ordering the work of both devices is the caller's. For a device that has access, by this or by
+// `peers` of the policy, and for the heap's own nothing is done. Takes a driver call for each mapping there is. Refused by the driver
+// (`XSEG_DRIVER`) the device has access to nothing that it had none to; one that cannot reach the heap's device at all gives
+// `XSEG_UNAVAILABLE`, one that does not exist, and memory of no GPU, `XSEG_INVALID_ARGUMENT`. Also while a graph is captured.
+enum xseg_status xseg_enable_peer(xseg_heap *heap,
+                                  int device);
+
+// As `xseg_enable_peer`, of the process's heap of the GPU `memory`, which is made if it is not there yet (see `xseg_device_heap`): `device`
+// gets access to it. Access is one way; the other one is a call of its own.
+enum xseg_status xseg_device_enable_peer(int memory,
+                                         int device);
 
 // From now on every allocation, free and declared use of a heap is written to a trace file, which `xseg replay` reads,
 // beginning with the blocks that are live. Times are microseconds since the call. A heap has one recording at a time, and a file, too, of

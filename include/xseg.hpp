@@ -188,6 +188,9 @@ class Heap {
     return reserved;
   }
 
+  /// Gives a GPU access to all memory of the heap, now and later.
+  void enable_peer(int device) const { check(xseg_enable_peer(heap_, device)); }
+
   void tick() const { check(xseg_tick(heap_)); }
   void retire(xseg_stream stream) const { check(xseg_retire_stream(heap_, stream)); }
 

@@ -229,6 +229,17 @@ pub enum Error {
         /// Mappings that the host backend allows itself.
         budget: u64,
     },
+    /// A device has no way to another's memory.
+    #[error(
+        "device {device} cannot reach the memory of device {of} (`nvidia-smi topo -p2p r` shows which can); copy between them by \
+         `cudaMemcpyPeerAsync`, which needs no access"
+    )]
+    Unreachable {
+        /// The one that was to get access.
+        device: u32,
+        /// The one whose memory it is.
+        of: u32,
+    },
     /// The backend cannot be used here.
     #[error("the {backend} backend is not available: {why}")]
     Unavailable {

@@ -91,6 +91,7 @@ fn a_forked_child_is_refused() {
         refused(block.export());
         refused(heap.pin(at, MIB));
         refused(heap.unpin(at, MIB));
+        refused(heap.enable_peer(1));
         refused(heap.retire_stream(S0));
         refused(heap.begin_capture(pool, StreamFilter::All));
         refused(heap.begin_pool(pool, StreamFilter::All));

@@ -25,7 +25,7 @@ pub enum xseg_status {
     XSEG_DRIVER = 6,
     /// The system's limit on the mappings of a process is near (`vm.max_map_count`).
     XSEG_MAPPING_LIMIT = 7,
-    /// The backend cannot be used here: no GPU, no driver.
+    /// The backend cannot be used here: no GPU, no driver; or a GPU has no way to another's memory.
     XSEG_UNAVAILABLE = 8,
     /// A key or value of the configuration is wrong, or the plan that it names.
     XSEG_CONFIG = 9,
@@ -84,7 +84,7 @@ impl From<Error> for Failure {
             Error::DeadStream { .. } => xseg_status::XSEG_DEAD_STREAM,
             Error::Driver(_) => xseg_status::XSEG_DRIVER,
             Error::MappingLimit { .. } => xseg_status::XSEG_MAPPING_LIMIT,
-            Error::Unavailable { .. } => xseg_status::XSEG_UNAVAILABLE,
+            Error::Unavailable { .. } | Error::Unreachable { .. } => xseg_status::XSEG_UNAVAILABLE,
             Error::Config(_) | Error::Plan { .. } => xseg_status::XSEG_CONFIG,
             Error::ShutDown => xseg_status::XSEG_SHUT_DOWN,
             Error::Share(_) => xseg_status::XSEG_SHARE,

@@ -119,16 +119,33 @@ fn a_pool_hook_throws() {
     program("tests/programs/pools.cpp", false, &HOST);
 }
 
+/// A folder with the stand-in for the CUDA driver, compiled once for all tests of this file.
+fn stand_in() -> &'static Path {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("stand_in");
+        std::fs::create_dir_all(&folder).unwrap();
+        let mut compile = Command::new(std::env::var("RUSTC").unwrap_or_else(|_| "rustc".into()));
+        compile.args(["--edition", "2024", "--crate-type", "cdylib", "--crate-name", "fake_cuda", "-o"]);
+        run(compile.arg(folder.join("libcuda.so.1")).arg(here().join("../tests/fake_cuda/lib.rs")));
+        folder
+    })
+}
+
+fn on_stand_in(source: &str, env: &[(&str, &str)]) {
+    let found = format!("{}:{}", prefix().join("lib").display(), stand_in().display());
+    let conf = ("XSEG_CONF", "backend:cuda,limit:256MiB,reserve:4GiB");
+    program(source, false, &[&[conf, ("LD_LIBRARY_PATH", &found)], env].concat());
+}
+
 #[test]
 fn two_captures_at_once_in_their_pools() {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("stand_in");
-    std::fs::create_dir_all(&folder).unwrap();
-    let mut compile = Command::new(std::env::var("RUSTC").unwrap_or_else(|_| "rustc".into()));
-    compile.args(["--edition", "2024", "--crate-type", "cdylib", "--crate-name", "fake_cuda", "-o"]);
-    run(compile.arg(folder.join("libcuda.so.1")).arg(here().join("../tests/fake_cuda/lib.rs")));
-    let found = format!("{}:{}", prefix().join("lib").display(), folder.display());
-    let conf = ("XSEG_CONF", "backend:cuda,limit:256MiB,reserve:4GiB");
-    program("tests/programs/captures.cpp", false, &[conf, ("LD_LIBRARY_PATH", &found)]);
+    on_stand_in("tests/programs/captures.cpp", &[]);
+}
+
+#[test]
+fn other_devices_get_access() {
+    on_stand_in("tests/programs/peers.cpp", &[("FAKE_CUDA_DEVICES", "4"), ("FAKE_CUDA_FAR", "2")]);
 }
 
 #[test]

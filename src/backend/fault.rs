@@ -194,6 +194,12 @@ impl<B: Backend + ?Sized> Backend for FaultyBackend<B> {
         self.pass(DriverCall::SetAccess, (address, bytes), false, |b| unsafe { b.set_access(address, bytes) })
     }
 
+    unsafe fn set_peer_access(&self, address: u64, bytes: u64, peer: u32, on: bool) -> Result<(), DriverError> {
+        // SAFETY: the caller's promise holds for the backend behind.
+        let call = |b: &B| unsafe { b.set_peer_access(address, bytes, peer, on) };
+        self.pass(DriverCall::SetAccess, (address, bytes), false, call)
+    }
+
     unsafe fn unmap(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
         // SAFETY: the caller's promise holds for the backend behind.
         self.pass(DriverCall::Unmap, (address, bytes), false, |b| unsafe { b.unmap(address, bytes) })

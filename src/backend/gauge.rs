@@ -194,6 +194,12 @@ impl Backend for GaugeBackend {
         self.count(&[DriverCall::SetAccess], bytes, || unsafe { self.inner.set_access(address, bytes) })
     }
 
+    unsafe fn set_peer_access(&self, address: u64, bytes: u64, peer: u32, on: bool) -> Result<(), DriverError> {
+        // SAFETY: passed on to the caller.
+        let call = || unsafe { self.inner.set_peer_access(address, bytes, peer, on) };
+        self.count(&[DriverCall::SetAccess], bytes, call)
+    }
+
     unsafe fn unmap(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
         // SAFETY: passed on to the caller.
         self.count(&[DriverCall::Unmap], bytes, || unsafe { self.inner.unmap(address, bytes) })?;

@@ -75,6 +75,18 @@ macro_rules! handed_on {
             self.inner.device_id()
         }
 
+        fn peers(&self) -> Vec<u32> {
+            self.inner.peers()
+        }
+
+        fn reach(&self, peer: u32) -> Result<(), $crate::error::Error> {
+            self.inner.reach(peer)
+        }
+
+        fn add_peer(&self, peer: u32) {
+            self.inner.add_peer(peer);
+        }
+
         fn now(&self) -> std::time::Duration {
             self.inner.now()
         }

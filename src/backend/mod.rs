@@ -210,7 +210,7 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// The range lies in one reservation and nothing is mapped in it.
     unsafe fn map(&self, address: u64, handle: PhysicalAllocation, bytes: u64) -> Result<(), DriverError>;
 
-    /// Makes one mapping readable and writable for the device.
+    /// Makes one mapping readable and writable for the device and its [`Backend::peers`].
     ///
     /// # Safety
     /// The range is exactly one mapping.
@@ -369,6 +369,35 @@ pub trait Backend: Send + Sync + fmt::Debug {
         // SAFETY: the caller's.
         unsafe { self.release(handle, bytes) }
     }
+
+    /// Other devices that have access to memory that is mapped from now on.
+    fn peers(&self) -> Vec<u32> {
+        Vec::new()
+    }
+
+    /// Could another device be given access to this one's memory? Changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] where there is no such device, or none at all; [`Error::Unreachable`]; [`Error::Driver`].
+    fn reach(&self, peer: u32) -> Result<(), Error> {
+        let kind = self.kind();
+        Err(Error::InvalidArgument(format!(
+            "device {peer}: a heap on the {kind} backend has no GPU's memory to give access to; use `backend:cuda`"
+        )))
+    }
+
+    /// Gives another device access to one mapping, or takes it away. That of others stays.
+    ///
+    /// # Safety
+    /// The range is exactly one mapping. Where access is taken away, no work of `peer` that is queued or running uses it.
+    unsafe fn set_peer_access(&self, _address: u64, _bytes: u64, _peer: u32, _on: bool) -> Result<(), DriverError> {
+        let why = format!("the {} backend has no peers", self.kind());
+        Err(DriverError::new(crate::error::DriverCall::SetAccess, why))
+    }
+
+    /// From now on `peer`, which [`Backend::reach`] is fine with, gets access with the device itself, in [`Backend::set_access`]
+    /// and [`Backend::relocate`]: in all heaps on this backend.
+    fn add_peer(&self, _peer: u32) {}
 
     /// Time since some fixed moment, for policies with durations. Not called on the hot path.
     fn now(&self) -> Duration;

@@ -309,7 +309,8 @@ pub const KEYS: [Key; 21] = [
     },
     Key {
         name: "peers",
-        meaning: "devices that get access to a GPU's memory when it is mapped, as far as they can reach it",
+        meaning: "devices that get access to a GPU's memory when it is mapped, as far as they can reach it; others may get it later \
+                  (`Heap::enable_peer`)",
         values: "none, all, or device numbers such as 1 or 1+2+3",
         default: "none",
         show: |c| match &c.peers {

@@ -90,11 +90,38 @@ pub(crate) fn run(suite: &Suite) -> Result<Section, Error> {
         here.backend.peers() == [other],
     );
     peer_access(&here, &there, &mut section)?;
+    later_access(own, &there, &mut section)?;
     wrong_device(&here, &there, &mut section)?;
     right_streams(&here, &there, &mut section)?;
     copies(&here, &there, &mut section)?;
     cost(suite, &others, &mut section)?;
     Ok(section)
+}
+
+/// Access that is given while a heap has memory: to that, and to what comes later.
+fn later_access(own: u32, there: &Device, section: &mut Section) -> Result<(), Error> {
+    let (here, other) = (Device::open(own, &[])?, there.backend.device());
+    let heap = here.heap("limit:64MiB,handle_max:2MiB,growth:exact")?;
+    let before = heap.alloc(16 * MIB, here.stream)?;
+    heap.enable_peer(other)?;
+    let after = heap.alloc(16 * MIB, here.stream)?;
+    for (block, what) in [(&before, "was there before"), (&after, "came later")] {
+        here.fill(block, 4)?;
+        here.backend.quiesce()?;
+        let wrong = there.wrong(block, 4)?;
+        section.check(
+            &format!("a device that is given access reads memory that {what}"),
+            format!("{wrong} wrong words"),
+            wrong == 0,
+        );
+    }
+    let block = heap.alloc_contiguous(2 * MIB, here.stream)?;
+    // SAFETY: its one handle is one mapping, and no work of the other device's uses it.
+    unsafe { here.backend.set_peer_access(block.address(), 2 * MIB, other, false) }?;
+    here.fill(&block, 5)?;
+    let wrong = here.wrong(&block, 5)?;
+    section.check("the owner's access stays where a peer's is taken back", format!("{wrong} wrong words"), wrong == 0);
+    Ok(())
 }
 
 /// Blocks of one device are used by another's kernels, also after their memory has moved.

@@ -130,7 +130,7 @@ impl Inner {
             if self.shut.load(Relaxed) {
                 return Err(Error::ShutDown);
             }
-            self.quiet_for_import(&mut slow)?;
+            self.quiet_for_edit(&mut slow)?;
             for (Piece { start, bytes }, descriptor) in pieces {
                 if bytes > end - at || import.parts.len() == offer.handles as usize {
                     return Err(ShareFault::Malformed("more handles came than were announced".into()).into());
@@ -157,7 +157,7 @@ impl Inner {
     }
 
     /// Waits for the device where page tables may not be edited beside running kernels.
-    fn quiet_for_import(&self, slow: &mut Slow) -> Result<()> {
+    pub(super) fn quiet_for_edit(&self, slow: &mut Slow) -> Result<()> {
         if self.quiesce && !self.capture_under_way() { self.quiesce_device(slow) } else { Ok(()) }
     }
 
@@ -237,7 +237,7 @@ impl Inner {
             let oldest = {
                 let mut slow = self.slow.lock();
                 self.housekeep(&mut slow);
-                self.quiet_for_import(&mut slow)?;
+                self.quiet_for_edit(&mut slow)?;
                 // With the driver lock: nobody else ends it between these two looks.
                 if !self.imports.lock().ending.iter().any(|import| import.address == address) {
                     return Ok(());

@@ -14,6 +14,7 @@ mod joins;
 mod ladder;
 mod last;
 mod layout;
+mod peers;
 mod planned;
 mod pools;
 mod report;

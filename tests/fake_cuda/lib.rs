@@ -219,7 +219,7 @@ driver! {
         let access = unsafe { std::slice::from_raw_parts(access, count) };
         for description in access {
             s.device(description.location[1])?;
-            if description.location[0] != 1 || description.flags != 3 {
+            if description.location[0] != 1 || ![0, 3].contains(&description.flags) {
                 return Err(INVALID_VALUE);
             }
         }
@@ -227,9 +227,11 @@ driver! {
         if found.iter().map(|start| s.mappings[start].bytes).sum::<u64>() != bytes {
             return Err(INVALID_VALUE);
         }
-        let devices = access.iter().fold(0, |devices, one| devices | 1 << one.location[1]);
+        // Devices that are not named keep what they have.
+        let flagged = |flags| access.iter().filter(|one| one.flags == flags).fold(0, |devices, one| devices | 1 << one.location[1]);
+        let (none, all) = (flagged(0), flagged(3));
         for start in found {
-            s.mappings.entry(start).and_modify(|mapping| mapping.access = devices);
+            s.mappings.entry(start).and_modify(|mapping| mapping.access = mapping.access & !none | all);
         }
         Ok(())
     }

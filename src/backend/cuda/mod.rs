@@ -34,6 +34,7 @@ mod identity;
 pub mod kinds;
 pub mod memory;
 mod options;
+mod peers;
 mod probe;
 mod share;
 mod streams;
@@ -65,8 +66,7 @@ pub struct CudaBackend {
     contexts: abroad::Contexts,
     capabilities: Capabilities,
     memory: MemoryKind,
-    access: Access,
-    peers: Vec<u32>,
+    peers: peers::Peers,
     null_stream: NullStream,
     trusts_handles: bool,
     identities: identity::Identities,
@@ -101,19 +101,12 @@ impl CudaBackend {
             contexts: abroad::Contexts::default(),
             capabilities: probed.capabilities,
             memory: probed.memory,
-            access: probed.access,
             peers: probed.peers,
             null_stream: options.null_stream,
             trusts_handles: options.trust_handles,
             identities: identity::Identities::default(),
             opened: Instant::now(),
         })
-    }
-
-    /// Ordinals of the peers that have access to the memory.
-    #[must_use]
-    pub fn peers(&self) -> &[u32] {
-        &self.peers
     }
 
     /// Can memory be exported as a file descriptor?
@@ -220,7 +213,7 @@ impl Backend for CudaBackend {
     unsafe fn set_access(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
         let _entered = self.primary.enter(true)?;
         // SAFETY: the caller's.
-        unsafe { self.api().set_access(address, bytes, &self.access) }
+        unsafe { self.api().set_access(address, bytes, &self.peers.access()) }
     }
 
     unsafe fn unmap(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
@@ -415,6 +408,25 @@ impl Backend for CudaBackend {
     unsafe fn export(&self, handle: PhysicalAllocation) -> Result<(OwnedFd, u64), DriverError> {
         // SAFETY: the caller's.
         Ok((unsafe { self.export_fd(handle) }?, 0))
+    }
+
+    fn peers(&self) -> Vec<u32> {
+        self.peers.list()
+    }
+
+    fn reach(&self, peer: u32) -> Result<(), Error> {
+        peers::reach(&self.primary, self.index, peer)
+    }
+
+    unsafe fn set_peer_access(&self, address: u64, bytes: u64, peer: u32, on: bool) -> Result<(), DriverError> {
+        let access = if on { Access::new([peer.cast_signed()]) } else { Access::none(peer.cast_signed()) };
+        let _entered = self.primary.enter(true)?;
+        // SAFETY: the caller's.
+        unsafe { self.api().set_access(address, bytes, &access) }
+    }
+
+    fn add_peer(&self, peer: u32) {
+        self.peers.add(peer);
     }
 
     /// The device's UUID.

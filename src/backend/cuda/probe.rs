@@ -2,6 +2,7 @@
 
 use super::CudaOptions;
 use super::enter::Primary;
+use super::peers::{self, Peers};
 use super::sys::{Access, Attribute, MemoryKind, undo};
 use crate::backend::Capabilities;
 use crate::error::{DriverError, Error};
@@ -12,9 +13,7 @@ use crate::units::GRANULE;
 pub(super) struct Probed {
     pub(super) capabilities: Capabilities,
     pub(super) memory: MemoryKind,
-    pub(super) access: Access,
-    /// Ordinals of the peers that got access.
-    pub(super) peers: Vec<u32>,
+    pub(super) peers: Peers,
 }
 
 /// First compute capability (major) on which page tables are edited beside running kernels: a card
@@ -43,12 +42,11 @@ pub(super) fn probe(primary: &Primary, ordinal: i32, options: &CudaOptions) -> R
         )));
     }
 
-    let peers = reachable_peers(primary, options, &mut notes)?;
-    let access = Access::new(std::iter::once(ordinal).chain(peers.iter().map(|peer| peer.cast_signed())));
+    let peers = Peers::new(ordinal, peers::reachable(primary, options, &mut notes)?);
 
     let posix_fd = options.exportable && wanted(primary, Attribute::PosixHandles, "POSIX-fd export", &mut notes)?;
     let rdma = options.rdma && wanted(primary, Attribute::RdmaWithVirtualMemory, "RDMA", &mut notes)?;
-    let memory = best_kind(primary, MemoryKind { posix_fd, rdma, ..plain }, &access, &mut notes)?;
+    let memory = best_kind(primary, MemoryKind { posix_fd, rdma, ..plain }, &peers.access(), &mut notes)?;
 
     let context_events = context_events(primary, &mut notes)?;
     if !api.has_stream_ids() {
@@ -61,7 +59,7 @@ pub(super) fn probe(primary: &Primary, ordinal: i32, options: &CudaOptions) -> R
         notes.push(format!("compute capability {major}.{minor}: page tables are edited only when the device is idle"));
     }
     let capabilities = Capabilities { granularity, context_events, concurrent_remap, device: name, notes };
-    Ok(Probed { capabilities, memory, access, peers })
+    Ok(Probed { capabilities, memory, peers })
 }
 
 /// Does the device claim the property? If not, a note says that it was dropped.
@@ -71,27 +69,6 @@ fn wanted(primary: &Primary, attribute: Attribute, what: &str, notes: &mut Vec<S
         notes.push(format!("{what} dropped: the device does not offer it"));
     }
     Ok(has)
-}
-
-fn reachable_peers(primary: &Primary, options: &CudaOptions, notes: &mut Vec<String>) -> Result<Vec<u32>, Error> {
-    let api = primary.api();
-    let count = api.device_count()?;
-    let mut peers = Vec::new();
-    for &peer in &options.peers {
-        let ordinal = i32::try_from(peer).ok().filter(|ordinal| *ordinal < count);
-        let ordinal =
-            ordinal.ok_or_else(|| unavailable(format!("peer {peer} does not exist, there are {count} devices")))?;
-        let device = api.device(ordinal)?;
-        if device == primary.device() || peers.contains(&peer) {
-            continue;
-        }
-        if api.can_access_peer(device, primary.device())? {
-            peers.push(peer);
-        } else {
-            notes.push(format!("peer {peer} dropped: it cannot reach this device's memory"));
-        }
-    }
-    Ok(peers)
 }
 
 /// The first kind of memory, from the one wished for down to the plain one, that can be mapped.

@@ -252,6 +252,15 @@ impl Backend for InjectBackend {
         self.mapped(address)
     }
 
+    unsafe fn set_peer_access(&self, address: u64, bytes: u64, peer: u32, on: bool) -> Result<(), DriverError> {
+        // What a fault has unmapped has no access to be changed; the heap takes it to be there.
+        if self.state.lock().gone.contains(&address) {
+            return Ok(());
+        }
+        // SAFETY: passed on to the caller.
+        unsafe { self.inner.set_peer_access(address, bytes, peer, on) }
+    }
+
     unsafe fn unmap(&self, address: u64, bytes: u64) -> Result<(), DriverError> {
         let mut state = self.state.lock();
         if !state.gone.remove(&address) {

@@ -41,7 +41,7 @@ fn properties(kind: MemoryKind) -> sys::CUmemAllocationProp {
     properties
 }
 
-/// Which devices may read and write a mapping; ready for the driver.
+/// Which devices may read and write a mapping, or may no more; ready for the driver, which leaves those that are not named as they are.
 #[derive(Clone)]
 pub(crate) struct Access(Vec<sys::CUmemAccessDesc>);
 
@@ -50,6 +50,12 @@ impl Access {
         let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
         let describe = |device| sys::CUmemAccessDesc { location: location(device), flags };
         Self(devices.into_iter().map(describe).collect())
+    }
+
+    /// For the end of a device's access.
+    pub(crate) fn none(device: i32) -> Self {
+        let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE;
+        Self(vec![sys::CUmemAccessDesc { location: location(device), flags }])
     }
 }
 
@@ -114,7 +120,7 @@ impl Api {
         check(DriverCall::Map, "cuMemMap", unsafe { sys::cuMemMap(address, bytes as usize, 0, memory, 0) })
     }
 
-    /// Readable and writable for each of `devices`.
+    /// As `access` says.
     ///
     /// # Safety
     /// As [`crate::backend::Backend::set_access`].

@@ -6,6 +6,8 @@
 //! (invariant I10). What it cannot see is queued work: callers unmap only what has passed (I5).
 #![allow(unsafe_code, reason = "turns the backend's contracts into checks")]
 
+mod peers;
+
 use super::watch::{MappingCallback, MappingChange, MappingEvent};
 use super::{Backend, BackendKind, PhysicalAllocation, cost};
 use crate::error::{DriverCall, DriverError};
@@ -94,6 +96,8 @@ struct Known {
     /// Handle → bytes, and how often it was created or imported.
     handles: BTreeMap<u64, (u64, u32)>,
     mappings: BTreeMap<u64, Mapping>,
+    /// Other devices that have access to all that is mapped (I16).
+    peers: Vec<u32>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -137,13 +141,14 @@ impl Known {
 impl Driver {
     pub(crate) fn new(backend: Arc<dyn Backend>, watchers: Vec<MappingCallback>) -> Self {
         let measured = backend.kind() == BackendKind::Cuda;
+        let known = Known { peers: backend.peers(), ..Known::default() };
         Self {
             backend,
             process: Process::this(),
             counts: Default::default(),
             nanos: Default::default(),
             measured,
-            known: Mutex::default(),
+            known: Mutex::new(known),
             watchers,
         }
     }
