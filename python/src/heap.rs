@@ -173,6 +173,12 @@ impl Heap {
         self.ours()?.unpin(address, bytes).map_err(raise)
     }
 
+    /// From now on the GPU `device` reaches all of this heap's memory, what is there and what comes later. Raises Error.
+    fn enable_peer(&self, py: Python<'_>, #[pyo3(from_py_with = number::device)] device: u32) -> PyResult<()> {
+        let heap = self.ours()?;
+        py.detach(|| heap.enable_peer(device)).map_err(raise)
+    }
+
     /// Allocations of `streams` (None: of all; an empty list is an Error) come from the capture pool `pool`, a pair of numbers, until
     /// `end_capture`.
     #[pyo3(signature = (pool, streams=None))]

@@ -70,6 +70,11 @@ pub(crate) fn pool(value: &Bound<'_, PyAny>) -> PyResult<(u64, u64)> {
     Ok((whole(&first, "pool:")?, whole(&second, "pool:")?))
 }
 
+/// The number of a device.
+pub(crate) fn device(value: &Bound<'_, PyAny>) -> PyResult<u32> {
+    fits(value, "device:", "from 0, as CUDA counts devices")
+}
+
 /// The number of a descriptor.
 pub(crate) fn descriptor(value: &Bound<'_, PyAny>) -> PyResult<RawFd> {
     fits(value, "descriptor", "that is an open descriptor's")

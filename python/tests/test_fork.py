@@ -57,6 +57,7 @@ def test_a_child_gets_nothing_of_the_parents_heap() -> None:
             lambda: heap.free(address),
             lambda: heap.block_size(address),
             lambda: heap.pin(address, 1),
+            lambda: heap.enable_peer(1),
             lambda: heap.set_limit(None),
             lambda: heap.begin_capture((1, 1)),
             heap.trim,

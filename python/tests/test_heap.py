@@ -247,6 +247,16 @@ def test_threads() -> None:
     heap.check()
 
 
+def test_memory_of_no_gpu_has_no_peers(heap: xseg.Heap) -> None:
+    with pytest.raises(xseg.Error, match="the host backend has no GPU's memory .* use `backend:cuda`"):
+        heap.enable_peer(1)
+    for number in (-1, 2**32):
+        with pytest.raises(ValueError, match=f"^device: {number} is out of range; give a whole number from 0"):
+            heap.enable_peer(number)
+    with pytest.raises(TypeError, match="^device: give a whole number from 0, as CUDA counts devices, not str\\b"):
+        heap.enable_peer("one")  # type: ignore[arg-type]
+
+
 def test_numbers_that_do_not_fit_are_value_errors_in_a_sentence() -> None:
     heap = xseg.Heap("backend:host,limit:64MiB")
     calls: list[tuple[str, Callable[[Any], object]]] = [

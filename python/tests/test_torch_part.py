@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -422,23 +423,28 @@ for call in (storage._share_cuda_, lambda: torch.UntypedStorage._new_shared_cuda
     )
 
 
-@pytest.fixture(scope="module")
-def ipc(modes: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The functions that PyTorch calls for tensors between processes, as a library."""
+def library(source: str, folder: Path) -> Path:
+    """A part of the C++ part with functions for tests, as a library."""
     import torch
 
-    folder, torch_folder = tmp_path_factory.mktemp("ipc"), Path(torch.__file__).parent
+    torch_folder = Path(torch.__file__).parent
     (folder / "xseg.h").write_text(_native.header())
     includes = [folder, Path(_build.__file__).parent, torch_folder / "include"]
     command = [
         _build._compiler(), "-shared", "-fPIC", "-std=c++20", "-DUSE_CUDA", "-Wl,-Bsymbolic",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *[f"-I{include}" for include in includes],
-        "-isystem", _build._cuda_include(torch_folder.parent), str(Path(__file__).with_name("ipc.cpp")), _native.__file__,
-        "-o", str(folder / "ipc.so"), f"-L{torch_folder}/lib", "-lc10_cuda", "-lc10",
+        "-isystem", _build._cuda_include(torch_folder.parent), str(Path(__file__).with_name(source)), _native.__file__,
+        "-o", str(folder / "test.so"), f"-L{torch_folder}/lib", "-lc10_cuda", "-lc10",
     ]  # fmt: skip
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    return folder / "ipc.so"
+    return folder / "test.so"
+
+
+@pytest.fixture(scope="module")
+def ipc(modes: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The functions that PyTorch calls for tensors between processes."""
+    return library("ipc.cpp", tmp_path_factory.mktemp("ipc"))
 
 
 IPC = """
@@ -550,3 +556,73 @@ assert "refused it: not today" in str(said) and len(asked[0]) == 24 and asked[0]
 assert "xseg.install()" in receive(b"two", bytes([1, 99]) + b"x" * 60)
 """,
     )
+
+
+def test_a_device_gets_access_to_the_memory_of_another(modes: list[str], tmp_path: Path) -> None:
+    compiler, source = shutil.which("rustc"), Path(__file__).parents[2] / "tests/fake_cuda/lib.rs"
+    if compiler is None or not source.exists():
+        pytest.skip("the stand-in for the CUDA driver needs rustc and the sources")
+    # Four devices, of which 2 has no way to any other.
+    stand_in = [compiler, "--edition", "2024", "--crate-type", "cdylib", "--crate-name", "fake_cuda", str(source), "-o"]
+    subprocess.run([*stand_in, str(tmp_path / "libcuda.so.1")], check=True, capture_output=True)
+    code = """
+import ctypes, os
+import torch
+from xseg import _torch
+c, driver, part = _torch._c(), ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(os.environ["PART"])
+part.test_grant.restype = ctypes.c_char_p
+driver.fake_access.argtypes, driver.fake_access.restype = [ctypes.c_void_p], ctypes.c_uint64
+c.xseg_device_alloc.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]
+blocks = []
+def reached_by(device):
+    block = ctypes.c_void_p()
+    assert c.xseg_device_alloc(device, 8 << 20, None, ctypes.byref(block)) == 0, c.xseg_last_error()
+    blocks.append(block.value)
+    return {driver.fake_access(block) for block in blocks}
+assert reached_by(1) == {0b0010} and not part.test_granted(0, 1)
+assert part.test_grant(0, 1) is None and part.test_grant(0, 1) is None and part.test_grant(3, 1) is None
+assert reached_by(1) == {0b1011}, "what was there, and what came later"
+assert part.test_granted(0, 1) and part.test_granted(3, 1) and not part.test_granted(1, 0)
+for device, why in ((2, "cannot reach the memory of device 1"), (4, "does not exist"), (-1, "begin with 0")):
+    said = part.test_grant(device, 1).decode()
+    assert "xseg could not give a device access to the memory of another" in said and why in said, said
+    assert not part.test_granted(device, 1)
+"""
+    env = {"FAKE_CUDA_DEVICES": "4", "FAKE_CUDA_FAR": "2", "XSEG_CONF": "backend:cuda,limit:256MiB,reserve:4GiB"}
+    found = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("LD_LIBRARY_PATH"))))
+    part = library("peers.cpp", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **env, "LD_LIBRARY_PATH": found, "PART": str(part)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("conf", "gpus", "expected"),
+    [
+        ("", 2, "handles:small,peers:all"),
+        ("limit:90%,", 8, "limit:90%,handles:small,peers:all"),
+        ("peers:none,handles:large", 2, "peers:none,handles:large"),
+        (" peers : 1 ", 2, "peers : 1,handles:small"),
+        ("", 1, "handles:small"),
+        ("", 0, "handles:small"),
+    ],
+)
+def test_without_the_part_gpus_reach_each_other_from_the_start(
+    modes: list[str], conf: str, gpus: int, expected: str
+) -> None:
+    code = f"""
+import os
+import torch, xseg
+torch.cuda.device_count = lambda: {gpus}
+assert xseg.install(compile=False) == "plain"
+assert os.environ["XSEG_CONF"] == {expected!r}, os.environ["XSEG_CONF"]
+assert not torch.cuda.is_initialized()
+"""
+    env = {**os.environ, "XSEG_CONF": conf}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

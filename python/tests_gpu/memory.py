@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from common import GIB, MIB, check, mode, model_and_data, other_process, start, step
+from common import GIB, MIB, Skip, check, mode, model_and_data, other_process, start, step
 
 
 @check
@@ -29,6 +29,26 @@ def oom() -> Any:
         gc.collect()
     assert batch < 512 and texts, "nothing ran out of memory"
     return {"batches": tried, "text": texts[0], "ooms": torch.cuda.memory_stats()["num_ooms"]}
+
+
+@check
+def between_gpus() -> Any:
+    torch = start()
+    if torch.cuda.device_count() < 2:
+        raise Skip("it takes two GPUs")
+    copies = 0
+    for here, there in (("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")):
+        # The second is larger: memory that comes after access was given.
+        for side in (1024, 8192):
+            whole = torch.arange(side * side, dtype=torch.float32, device=here).view(side, side)
+            # All but the first are copied by kernels of one GPU on memory of the other.
+            for source in (whole, whole.t(), whole[:, ::2], whole[::2, 1::3]):
+                into = torch.zeros(source.shape[0], 2 * source.shape[1], device=there)[:, ::2]
+                into.copy_(source)
+                copied, expected = source.to(there), source.cpu()
+                assert copied.cpu().equal(expected) and into.cpu().equal(expected), (here, side, source.shape)
+                copies += 2
+    return {"copies": copies}
 
 
 @check

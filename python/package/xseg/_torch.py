@@ -44,8 +44,9 @@ def install(conf: str | None = None, *, compile: bool | None = None) -> str:
 
     ``compile`` says whether the C++ part is compiled against the installed PyTorch (a minute, once, then cached): True
     insists on it, False does without, None tries and falls back with a warning. Without it running out of memory is
-    RuntimeError("CUDA out of memory. ...") in place of torch.OutOfMemoryError, and there are no ``torch.cuda.MemPool``,
-    memory history and ``torch.backends.cudnn.benchmark``.
+    RuntimeError("CUDA out of memory. ...") in place of torch.OutOfMemoryError, there are no ``torch.cuda.MemPool``,
+    memory history and ``torch.backends.cudnn.benchmark``, and GPUs reach each other's memory from the start (``peers:all``)
+    unless the policy names ``peers``.
 
     Returns "full", "plain" or "off", also without a GPU, which PyTorch asks for at its first use of CUDA. Raises RuntimeError for a second call and after CUDA was used, ConfigError for a wrong
     policy.
@@ -84,6 +85,8 @@ def install(conf: str | None = None, *, compile: bool | None = None) -> str:
             if compile:
                 raise
             warnings.warn(f"xseg runs without its C++ part: {error}", RuntimeWarning, stacklevel=2)
+    if part is None:
+        os.environ["XSEG_CONF"] = _with_peers(os.environ["XSEG_CONF"], torch)
     _mind_registration()
     _mode = _install_full(part) if part is not None else _install_plain(torch)
     if "stats:on" in shortest.split(","):
@@ -110,12 +113,21 @@ def _with_small_handles(conf: str) -> str:
 
     A training run grows once, which takes some tenths of a second more, and then lives with what it has for hours.
     """
-    keys = {entry.partition(":")[0].strip() for entry in conf.split(",")}
-    return (
-        conf
-        if keys & {"handles", "handle_max"}
-        else ",".join(filter(None, (conf.strip().rstrip(","), "handles:small")))
-    )
+    return _with_default(conf, "handles:small", {"handles", "handle_max"})
+
+
+def _with_peers(conf: str, torch: Any) -> str:
+    """The policy with access of all GPUs to each other's memory, where there are several, unless it says who gets it.
+
+    PyTorch tells a pluggable allocator of no copy between two GPUs, before which the C++ part gives access.
+    """
+    return _with_default(conf, "peers:all", {"peers"}) if torch.cuda.device_count() > 1 else conf
+
+
+def _with_default(conf: str, entry: str, unless: set[str]) -> str:
+    """The policy with one more entry, unless it has one of these keys."""
+    keys = {one.partition(":")[0].strip() for one in conf.split(",")}
+    return conf if keys & unless else ",".join(filter(None, (conf.strip().rstrip(","), entry)))
 
 
 def _import_torch() -> Any:

@@ -23,6 +23,7 @@
 #include "torch_history.hpp"
 #include "torch_ipc.hpp"
 #include "torch_nccl.hpp"
+#include "torch_peers.hpp"
 #include "torch_pools.hpp"
 #include "torch_snapshot.hpp"
 #include "torch_stats.hpp"
@@ -280,10 +281,19 @@ class Allocator final : public CUDAPluggableAllocator {
   cca::ShareableHandle shareIpcHandle(void* block) override { return xseg_torch::share(block); }
   std::shared_ptr<void> getIpcDevPtr(std::string ticket) override { return xseg_torch::receive(ticket); }
 
+  // PyTorch asks once for each pair, before `dev` first copies to or from memory of `dev_to_access`, and reads and writes that by kernels
+  // from then on.
+  void enablePeerAccess(c10::DeviceIndex dev, c10::DeviceIndex dev_to_access) override {
+    // For memory that is not the heap's.
+    CUDAPluggableAllocator::enablePeerAccess(dev, dev_to_access);
+    peers_.grant(dev, dev_to_access);
+  }
   cudaError_t memcpyAsync(void* to, int to_device, const void* from, int from_device, size_t bytes, cudaStream_t stream,
                           bool peers) override {
-    // Without access to each other, only the call that names the devices can copy mapped memory.
-    if (to_device != from_device) return cudaMemcpyPeerAsync(to, to_device, from, from_device, bytes, stream);
+    // Where the device that copies was not given access, only the call that names both can copy mapped memory. Memory of a pool with
+    // an allocator of its own is that one's to give access to.
+    const bool reached = peers && peers_.granted(from_device, to_device) && !own_pools.any();
+    if (to_device != from_device && !reached) return cudaMemcpyPeerAsync(to, to_device, from, from_device, bytes, stream);
     return CUDAPluggableAllocator::memcpyAsync(to, to_device, from, from_device, bytes, stream, peers);
   }
   std::string name() override { return "xseg"; }
@@ -335,6 +345,7 @@ class Allocator final : public CUDAPluggableAllocator {
   uint64_t in_pools_[kDevices] = {};
   // How much of them is above the limit: it was set below what they had.
   uint64_t over_[kDevices] = {};
+  xseg_torch::Peers peers_;
   std::mutex pools_mutex_;
   std::map<std::pair<int, MempoolId_t>, std::unique_ptr<Filter>> filters_;
   Figures since_[kDevices];
