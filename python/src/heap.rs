@@ -124,7 +124,7 @@ impl Heap {
         &self,
         #[pyo3(from_py_with = number::address)] address: u64,
         #[pyo3(from_py_with = number::stream)] stream: u64,
-        #[pyo3(from_py_with = number::device)] device: Option<u32>,
+        #[pyo3(from_py_with = number::device_or_none)] device: Option<u32>,
     ) -> PyResult<()> {
         let (heap, stream) = (self.ours()?, StreamId(stream));
         device
@@ -364,7 +364,7 @@ impl Block {
     fn record_use(
         &self,
         #[pyo3(from_py_with = number::stream)] stream: u64,
-        #[pyo3(from_py_with = number::device)] device: Option<u32>,
+        #[pyo3(from_py_with = number::device_or_none)] device: Option<u32>,
     ) -> PyResult<()> {
         let stream = StreamId(stream);
         self.live(|found| {

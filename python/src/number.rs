@@ -52,9 +52,9 @@ pub(crate) fn stream(value: &Bound<'_, PyAny>) -> PyResult<u64> {
     whole(value, "stream:")
 }
 
-/// The number of a GPU; None: not given.
-pub(crate) fn device(value: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
-    if value.is_none() { Ok(None) } else { fits(value, "device:", "from 0 up").map(Some) }
+/// None: it is not said.
+pub(crate) fn device_or_none(value: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
+    if value.is_none() { Ok(None) } else { device(value).map(Some) }
 }
 
 /// None: all.
