@@ -72,6 +72,17 @@ def test_lengths_are_the_same_everywhere_and_the_greatest_comes_first() -> None:
     assert lengths[1] == 4096 == max(lengths) and min(lengths) >= 256 and len(set(lengths)) > 90
 
 
+def test_what_is_never_enough_is_not_what_exact_runs_needed() -> None:
+    line = {"run": "ddp", "allocator": "native", "completed": True, "limit": 0}
+    lines = [
+        {**line, "kind": "round", "peak_requested": 1000},
+        {**line, "kind": "probe", "limit": 990, "peak_requested": 980},
+    ]
+    assert planning.never_enough(lines, "ddp") == 980
+    # On smaller batches.
+    assert planning.never_enough([*lines, {**line, "kind": "exact", "peak_requested": 300}], "ddp") == 980
+
+
 def test_rounds_alternate_and_take_natives_steps_and_peak() -> None:
     lines: list[dict[str, Any]] = []
     assert work(lines, "first", ["gpt2"], plan=Plan(stages=["rounds"], repeat=2)) == []
