@@ -484,7 +484,8 @@ enum xseg_status xseg_record_use(xseg_heap *heap,
                                  xseg_stream stream);
 
 // As `xseg_record_use`, for a stream of the GPU `device`, a default stream as well. A stream of another GPU has to exist when the
-// block is freed: else all that was queued on that GPU is waited for.
+// block is freed: else all that was queued on that GPU is waited for, once no heap has announced a capture there, and before CUDA 12.5
+// the memory is kept until the heap ends.
 //
 // What the caller promises:
 // As `xseg_record_use`.

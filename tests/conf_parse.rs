@@ -88,6 +88,9 @@ fn slips_get_a_hint() {
         ("wait_limit:5sec", "there is no unit sec; write ns, us, ms, s, min or h"),
         ("wait_limit:5S", "did you mean `wait_limit:5s`? allowed: a duration"),
         ("peers:1,2", "`2` has no value; for several devices write `peers:1+2`"),
+        // There would be no such list.
+        ("peers:all,1", "`1` has no value; write `key:value`"),
+        ("peers:none,1,2", "`1` has no value; write `key:value`"),
         ("stats:on,peers:0+1, 2,3,limit:4G", "`2` has no value; for several devices write `peers:0+1+2+3`"),
         ("limit:4G,2", "`2` has no value; write `key:value`"),
         (

@@ -140,6 +140,138 @@ fn a_stream_of_another_device_that_captures_is_asked_again() {
     });
 }
 
+/// A stream that captures cannot be asked whose it is.
+#[test]
+fn a_stream_that_was_first_seen_in_a_capture_may_be_anyones() {
+    on_stand_in("a_stream_that_was_first_seen_in_a_capture_may_be_anyones", &[], &[], |driver| {
+        let heap = heap(CONF);
+        let both = streams(driver);
+        for (device, stream) in both.into_iter().enumerate() {
+            let block = heap.alloc(64 * MIB, S0).unwrap();
+            driver.capture(stream.0);
+            block.record_use(stream).unwrap();
+            drop(block);
+            heap.tick();
+            assert_eq!(heap.stats().pending, 64 * MIB);
+            driver.busy(device as i32);
+            assert!(!driver.end_capture());
+            heap.tick();
+            assert_eq!(heap.stats().pending, 64 * MIB, "device {device}");
+            driver.busy(-1);
+            heap.tick();
+            assert_eq!(heap.stats().pending, 0, "device {device}");
+        }
+        drop(heap.alloc(MIB, both[0]).unwrap());
+        assert!(matches!(heap.alloc(MIB, both[1]), Err(Error::InvalidArgument(_))));
+        // What was learnt holds within a capture, too.
+        driver.capture(both[1].0);
+        assert!(matches!(heap.alloc(MIB, both[1]), Err(Error::InvalidArgument(_))));
+        assert!(!driver.end_capture());
+        waits_for(driver, &heap, 1, |block| {
+            driver.capture(both[1].0);
+            block.record_use(both[1]).unwrap();
+            assert!(!driver.end_capture());
+        });
+    });
+}
+
+#[test]
+fn captures_of_other_devices_are_left_alone() {
+    on_stand_in("captures_of_other_devices_are_left_alone", &[], &[], |driver| {
+        let (here, there) = (heap(CONF), heap("backend:cuda=1,limit:64MiB,reserve:4GiB"));
+        let [_, theirs] = streams(driver);
+        driver.push(0xC100);
+        let other = driver.create_stream();
+        // First seen in a capture, and then in no capture: the same stream.
+        let [first, second] = [(); 2].map(|()| here.alloc(16 * MIB, S0).unwrap());
+        driver.capture(theirs.0);
+        first.record_use_on(theirs, 1).unwrap();
+        drop(first);
+        assert!(!driver.end_capture());
+        second.record_use_on(theirs, 1).unwrap();
+        drop(second);
+        driver.capture(theirs.0);
+        here.tick();
+        assert!(!driver.end_capture());
+        here.tick();
+        assert_eq!(here.stats().pending, 0);
+        // A stream that is gone, while another one captures.
+        let block = here.alloc(16 * MIB, S0).unwrap();
+        block.record_use(theirs).unwrap();
+        driver.destroy_stream(theirs.0);
+        there.begin_capture(PoolId(1, 1), StreamFilter::All).unwrap();
+        driver.capture(other);
+        drop(block);
+        here.tick();
+        assert!(!driver.end_capture());
+        assert_eq!(here.stats().pending, 16 * MIB);
+        there.end_capture(PoolId(1, 1)).unwrap();
+        here.tick();
+        assert_eq!(here.stats().pending, 0);
+        // The end of a heap is the end of what it announced.
+        there.begin_capture(PoolId(2, 1), StreamFilter::All).unwrap();
+        drop(there);
+        let gone = StreamId(driver.create_stream());
+        let block = here.alloc(16 * MIB, S0).unwrap();
+        block.record_use(gone).unwrap();
+        driver.destroy_stream(gone.0);
+        drop(block);
+        here.tick();
+        assert_eq!(here.stats().pending, 0);
+    });
+}
+
+#[test]
+fn a_stream_is_whose_it_is_whatever_is_said() {
+    on_stand_in("a_stream_is_whose_it_is_whatever_is_said", &[], &[], |driver| {
+        let heap = heap(CONF);
+        let [ours, _] = streams(driver);
+        waits_for(driver, &heap, 0, |block| block.record_use_on(ours, 1).unwrap());
+    });
+}
+
+#[test]
+fn a_heap_that_ends_waits_for_other_devices() {
+    on_stand_in("a_heap_that_ends_waits_for_other_devices", &[], &[], |driver| {
+        let heap = heap(CONF);
+        let [_, theirs] = streams(driver);
+        let block = heap.alloc(64 * MIB, S0).unwrap();
+        block.record_use(theirs).unwrap();
+        driver.clear_log();
+        heap.shut_down();
+        let log = driver.log();
+        let at = |name: &str, end: &str| log.iter().position(|line| line.starts_with(name) && line.ends_with(end));
+        let recorded = at("cuEventRecord", &format!(" {:x} = 0", theirs.0)).unwrap();
+        assert!(
+            Some(recorded) < at("cuCtxSynchronize", "") && at("cuCtxSynchronize", "") < at("cuMemUnmap", ""),
+            "{log:#?}"
+        );
+        drop((block, heap));
+        let left = all(driver);
+        assert_eq!((left[0], left[1], left[3], left[4]), (0, 0, 0, 0));
+    });
+}
+
+/// Many threads wait for one block whose event is refused at first.
+#[test]
+fn waiting_threads_do_not_keep_each_other_waiting() {
+    on_stand_in("waiting_threads_do_not_keep_each_other_waiting", &[], &[], |driver| {
+        let heap = heap("backend:cuda=0,limit:64MiB,reserve:4GiB,growth:exact,wait_limit:60s");
+        let [_, theirs] = streams(driver);
+        let block = heap.alloc(64 * MIB, S0).unwrap();
+        block.record_use(theirs).unwrap();
+        driver.capture(theirs.0);
+        drop(block);
+        let blocks = std::thread::scope(|scope| {
+            let asking: Vec<_> = (0..16).map(|_| scope.spawn(|| heap.alloc(2 * MIB, S0))).collect();
+            std::thread::sleep(std::time::Duration::from_millis(200));
+            assert!(!driver.end_capture());
+            asking.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect::<Vec<_>>()
+        });
+        assert_eq!(blocks.len(), 16);
+    });
+}
+
 #[test]
 fn streams_of_other_devices_leave_no_traces() {
     on_stand_in("streams_of_other_devices_leave_no_traces", &[], &[], |driver| {
@@ -168,10 +300,10 @@ fn streams_of_other_devices_leave_no_traces() {
 fn any_call_for_another_device_may_fail() {
     on_stand_in("any_call_for_another_device_may_fail", &[], &[], |driver| {
         let heap = heap(CONF);
-        let [_, theirs] = streams(driver);
-        driver.busy(1);
         let mut refused = 0;
         for turn in 1..200 {
+            // One that is not known yet.
+            let [_, theirs] = streams(driver);
             let block = heap.alloc(64 * MIB, S0).unwrap();
             driver.busy(1);
             driver.fail_at(turn, 999);

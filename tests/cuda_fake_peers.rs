@@ -309,3 +309,23 @@ fn what_cannot_be_taken_back_stays_and_the_heap_works() {
         heap.check().unwrap();
     });
 }
+
+/// Of two heaps on one backend the other has given access already.
+#[test]
+fn what_another_heap_has_given_is_not_taken_away() {
+    on_stand_in("what_another_heap_has_given_is_not_taken_away", &FOUR, &[], |driver| {
+        let backend = CudaBackend::open(0, &CudaOptions::default()).unwrap();
+        let backend = Arc::new(FaultyBackend::new(Arc::new(backend)));
+        let make = || Heap::builder().conf(CONF).unwrap().backend(backend.clone()).build().unwrap();
+        let (one, two) = (make(), make());
+        one.enable_peer(1).unwrap();
+        let _block = alloc(&two, 6);
+        is_reached_by(driver, &two, 0b11);
+        backend.arm(FaultPlan { only: Some(DriverCall::SetAccess), ..FaultPlan::new(FaultRule::At(3), true) });
+        assert!(two.enable_peer(1).is_err());
+        backend.disarm();
+        is_reached_by(driver, &two, 0b11);
+        two.enable_peer(1).unwrap();
+        is_reached_by(driver, &two, 0b11);
+    });
+}

@@ -292,7 +292,8 @@ fn note_use(block: u64, stream: xseg_stream) {
 }
 
 /// As `xseg_record_use`, for a stream of the GPU `device`, a default stream as well. A stream of another GPU has to exist when the
-/// block is freed: else all that was queued on that GPU is waited for.
+/// block is freed: else all that was queued on that GPU is waited for, once no heap has announced a capture there, and before CUDA 12.5
+/// the memory is kept until the heap ends.
 ///
 /// # Safety
 /// As `xseg_record_use`.

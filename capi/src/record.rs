@@ -86,7 +86,8 @@ pub(crate) fn is_current(recorded: Recorded) -> bool {
     RECORDINGS.lock().now.iter().any(|recording| recording.number == recorded.recording)
 }
 
-/// A file that nobody records to, emptied. Its lock ends with this process, however that ends.
+/// A file that nobody records to, emptied. Its lock ends with this process, and with the children that were forked off meanwhile,
+/// however they end.
 fn create(path: &str) -> Result<File, Failure> {
     let failed = |error: std::io::Error| unwritten(path, &error);
     let file = OpenOptions::new().write(true).create(true).truncate(false).open(path).map_err(failed)?;

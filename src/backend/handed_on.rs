@@ -51,8 +51,9 @@ macro_rules! handed_on {
         fn record_abroad(
             &self,
             abroad: &$crate::backend::Abroad,
+            all: bool,
         ) -> Result<$crate::backend::Event, $crate::error::DriverError> {
-            self.inner.record_abroad(abroad)
+            self.inner.record_abroad(abroad, all)
         }
 
         fn recycle(&self, event: $crate::backend::Event) {

@@ -54,10 +54,12 @@ pub struct Event(pub u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ClientEvent(pub u64);
 
-/// A stream of another device, which events of this one say nothing of.
+/// A stream of another device, which events of this one say nothing of, or one that may be: it captures, and cannot be asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Abroad {
-    /// The driver's handle of its context.
+    /// Its device; `None`: not known yet.
+    pub device: Option<u32>,
+    /// The driver's handle of its context; 0: not known yet.
     pub context: u64,
     /// The driver's handle of the stream.
     pub stream: u64,
@@ -298,7 +300,7 @@ pub trait Backend: Send + Sync + fmt::Debug {
     }
 
     /// Which stream this is, where it is another device's: `device`'s, where the caller knows whose it is, which the handles of
-    /// default streams do not say. `None` for this device's, and for one that captures and whose device is not given.
+    /// default streams do not say. `None` for this device's. Of one that captures and was never seen it is not known.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a device that does not exist.
@@ -307,8 +309,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
     }
 
     /// An event of this device that completes when what a stream of another device has queued so far has; where that stream is
-    /// gone, when all has that its device was given. Never waits.
-    fn record_abroad(&self, _abroad: &Abroad) -> Result<Event, DriverError> {
+    /// gone, when all has that its device was given, which is refused unless it may be `all`: that ends captures there. Never waits.
+    fn record_abroad(&self, _abroad: &Abroad, _all: bool) -> Result<Event, DriverError> {
         Err(DriverError::new(
             crate::error::DriverCall::Event,
             format!("the {} backend has no other devices", self.kind()),

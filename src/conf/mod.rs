@@ -154,7 +154,7 @@ fn cut_off(before: &[&str], from: &[&str]) -> Option<String> {
     let (name, value) = before.last()?.split_once(':')?;
     let (entry, numbers) = (from.first()?, |text: &&&str| text.split('+').all(|part| part.parse::<u32>().is_ok()));
     match name.trim() {
-        "peers" if numbers(&entry) => {
+        "peers" if numbers(&entry) && numbers(&&value.trim()) => {
             let more: Vec<&str> = from.iter().take_while(numbers).copied().collect();
             let all = format!("{}+{}", value.trim(), more.join("+"));
             Some(format!("{} has no value; for several devices write `peers:{}`", quoted(entry), clipped(&all)))

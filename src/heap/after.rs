@@ -2,9 +2,10 @@
 #![forbid(unsafe_code)]
 
 use super::inner::{Inner, Use};
+use super::pools;
 use crate::backend::{Abroad, Backend, ClientEvent, Event, EventScope};
 use crate::epoch::{self, Closing};
-use crate::error::Result;
+use crate::error::{DriverError, Result};
 use crate::segment::Stamp;
 use crate::segment::nodes::NodeId;
 use crate::units::UNIT;
@@ -31,13 +32,18 @@ pub(crate) struct Pending {
     pub(crate) unit: u32,
 }
 
+/// An event behind a stream of another device; where that is gone, behind all of its device, unless a capture is announced there.
+pub(super) fn record_abroad(backend: &dyn Backend, abroad: &Abroad) -> Result<Event, DriverError> {
+    backend.record_abroad(abroad, abroad.device.is_some_and(|device| !pools::captures_on(device)))
+}
+
 impl Pending {
     /// Asks again for the events on other devices that were refused.
     #[cold]
     pub(crate) fn record_away(&mut self, backend: &dyn Backend) {
-        // Who waits for the events holds them; then it is asked again later.
+        // Nobody waits for them meanwhile.
         let Some(events) = Closing::get_mut(&mut self.events) else { return };
-        self.away.retain(|abroad| match backend.record_abroad(abroad) {
+        self.away.retain(|abroad| match record_abroad(backend, abroad) {
             Ok(event) => {
                 events.push(event);
                 false
@@ -78,7 +84,7 @@ impl Inner {
                 break;
             }
             if let Some(abroad) = abroad {
-                match backend.record_abroad(&abroad) {
+                match record_abroad(backend, &abroad) {
                     Ok(event) => events.push(event),
                     Err(error) => {
                         tracing::debug!(%error, ?stream, "no event for a use on another device yet");

@@ -15,7 +15,7 @@ use super::streams::{SEGMENTS, Stream, Streams};
 use super::tally::{Peaks, Tally};
 use crate::backend::driver::Driver;
 use crate::backend::nvtx::Nvtx;
-use crate::backend::{Abroad, StreamId};
+use crate::backend::{Abroad, BackendKind, StreamId};
 use crate::config::{Config, CrossStream, Shrink};
 use crate::edges::Edges;
 use crate::epoch::Epochs;
@@ -183,6 +183,8 @@ impl Inner {
     pub(crate) fn new(driver: Driver, config: Config, limit: u64, quiesce: bool) -> Self {
         let edges = Arc::new(Edges::default());
         let slow = Slow { limit, physical: Physical::new(Arc::clone(&edges)), ..Slow::default() };
+        let backend = driver.backend();
+        let gpu = (backend.kind() == BackendKind::Cuda).then(|| backend.device());
         Self {
             driver,
             shrinks_on_calls: matches!(config.shrink, Shrink::Idle(_) | Shrink::Watermark(_)),
@@ -191,7 +193,7 @@ impl Inner {
             streams: Streams::default(),
             epochs: Epochs::default(),
             edges,
-            pools: Pools::default(),
+            pools: Pools::of(gpu),
             nvtx: Nvtx::off(),
             planned: None,
             history: Arc::default(),
@@ -307,7 +309,9 @@ impl Inner {
 
     /// Refuses a new stream of another device.
     pub(super) fn may_enter(&self, key: u64, id: StreamId) -> Result<()> {
-        if !self.streams.is_known(key) && self.driver.backend().abroad(id, None)?.is_some() {
+        if !self.streams.is_known(key)
+            && self.driver.backend().abroad(id, None)?.is_some_and(|abroad| abroad.device.is_some())
+        {
             return Err(Error::InvalidArgument(format!(
                 "stream {:#x} is of another device than the heap, {}; allocate for one of this device, and declare the use on the other \
                  by `record_use`",
@@ -377,6 +381,10 @@ impl Inner {
         // What is known is this device's, but for the handles of default streams.
         let asked = device.is_some() || !self.streams.is_known(key);
         let abroad = if asked { backend.abroad(stream, device)? } else { None };
+        if abroad.is_some_and(|abroad| abroad.device.is_none()) {
+            // It may be this device's, whose epochs have to wait for its capture then.
+            self.pools.note_capturing(stream);
+        }
         let user = if abroad.is_none() { Some(self.streams.get(key, stream)?.slot) } else { None };
         let (place, mut segment, id) = self.live_block(address)?;
         let node = &mut segment.nodes[id];

@@ -130,13 +130,17 @@ impl Inner {
         let (events, unit, away) = {
             let mut pending = self.pending.lock();
             let Some(first) = pending.front() else { return Ok(false) };
-            let first = (Closing::clone(&first.events), first.unit, !first.away.is_empty());
+            let away = !first.away.is_empty();
+            // Those that are asked for again are nobody's to hold.
+            let events = if away { Closing::default() } else { Closing::clone(&first.events) };
+            let first = (events, first.unit, away);
             pending.rotate_left(1);
             first
         };
         if away {
-            // An event is asked for again each time that the list is looked at.
+            // They are asked for again each time that the list is looked at.
             std::thread::sleep(slice);
+            return Ok(true);
         }
         let done = waits(backend, &events, slice);
         recycle(backend, events);

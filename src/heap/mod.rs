@@ -185,7 +185,8 @@ impl Heap {
     }
 
     /// As [`Heap::record_use`], for a stream of the GPU of this number, a default stream as well. A stream of another GPU has to
-    /// exist when the block is freed: else all that was queued on that GPU is waited for. Any thread.
+    /// exist when the block is freed: else all that was queued on that GPU is waited for, once no heap has announced a capture
+    /// there, and before CUDA 12.5 the memory is kept until the heap ends. Any thread.
     ///
     /// # Errors
     /// As [`Heap::record_use`]; [`crate::Error::InvalidArgument`] for a device that does not exist.

@@ -71,9 +71,23 @@ struct State {
 /// Added to the number of open recordings when the heap is shut down, so that the hot path asks one thing.
 const SHUT: u32 = 1 << 16;
 
+/// Captures that heaps on GPUs have announced, by device.
+static CAPTURES: [AtomicU32; 64] = [const { AtomicU32::new(0) }; 64];
+
+fn captures_of(device: u32) -> Option<&'static AtomicU32> {
+    CAPTURES.get(usize::try_from(device).ok()?)
+}
+
+/// Has any heap of this GPU announced a capture?
+pub(super) fn captures_on(device: u32) -> bool {
+    captures_of(device).is_some_and(|captures| captures.load(Relaxed) > 0)
+}
+
 /// See the module's text.
 #[derive(Debug, Default)]
 pub(crate) struct Pools {
+    /// The heap's GPU.
+    gpu: Option<u32>,
     /// Open recordings, and [`SHUT`].
     active: AtomicU32,
     /// Open recordings that go with a capture.
@@ -91,6 +105,10 @@ pub(crate) struct Pools {
 }
 
 impl Pools {
+    pub(crate) fn of(gpu: Option<u32>) -> Self {
+        Self { gpu, ..Self::default() }
+    }
+
     /// The segments of the pool that a request on `stream` goes to.
     #[inline]
     pub(crate) fn route(&self, stream: &Stream) -> Option<Pair> {
@@ -110,7 +128,16 @@ impl Pools {
 
     /// The heap is shut down.
     pub(crate) fn shut(&self) {
+        let _gate = self.gate.write();
         self.active.fetch_add(SHUT, Relaxed);
+        self.tell_others(self.captures.load(Relaxed), 0);
+    }
+
+    /// So many captures are announced, where there were so many before.
+    fn tell_others(&self, before: u32, now: u32) {
+        if let Some(captures) = self.gpu.and_then(captures_of) {
+            captures.fetch_add(now.wrapping_sub(before), Relaxed);
+        }
     }
 
     /// Is a capture announced?
@@ -138,11 +165,14 @@ impl Pools {
         let mut current = self.recordings.write();
         let (before, now) = (current.len() as u32, recordings.len() as u32);
         self.active.fetch_add(now.wrapping_sub(before), Relaxed);
-        self.captures.store(captures as u32, Relaxed);
+        let captures_before = self.captures.swap(captures as u32, Relaxed);
+        if self.active.load(Relaxed) < SHUT {
+            self.tell_others(captures_before, captures as u32);
+        }
         std::mem::replace(&mut *current, Arc::new(recordings))
     }
 
-    fn note_capturing(&self, stream: StreamId) {
+    pub(super) fn note_capturing(&self, stream: StreamId) {
         let mut seen = self.seen.lock();
         if !seen.contains(&stream) {
             seen.push(stream);

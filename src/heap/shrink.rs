@@ -1,8 +1,9 @@
 //! Giving memory back: trim, the limit, shrinking by time and by watermark, pins, retiring streams.
 #![forbid(unsafe_code)]
 
+use super::after::record_abroad;
 use super::inner::{Inner, Slow};
-use crate::backend::StreamId;
+use crate::backend::{Abroad, StreamId};
 use crate::config::Shrink;
 use crate::error::{Error, PointerFault, Result};
 use crate::physical::HandleId;
@@ -266,11 +267,14 @@ impl Inner {
         let _callbacks;
         let mut slow = self.slow.lock();
         let backend = self.driver.backend();
-        // Work of other devices that blocks wait for: what this device is waited for comes after it.
+        // Work of other devices that uses blocks: what this device is waited for comes after it.
         self.pending.lock().iter_mut().filter(|one| !one.away.is_empty()).for_each(|one| one.record_away(backend));
+        let live: Vec<Abroad> = self.uses.lock().values().flatten().filter_map(|one| one.abroad).collect();
+        let abroad: Vec<_> = live.iter().filter_map(|abroad| record_abroad(backend, abroad).ok()).collect();
         if let Err(error) = backend.quiesce() {
             tracing::warn!(%error, "the device could not be waited for at shutdown");
         }
+        abroad.into_iter().for_each(|event| backend.recycle(event));
         self.epochs.clear(backend);
         for one in self.pending.lock().drain(..) {
             crate::epoch::recycle(backend, one.events);

@@ -15,6 +15,11 @@ const RETIREMENTS: u64 = (1 << (62 - HANDLE_BITS)) - 1;
 /// A handle whose stream is gone.
 const FORGOTTEN: u64 = u64::MAX;
 
+/// Is this an identity that was made up for a stream that captured?
+pub(super) fn is_unasked(id: u64) -> bool {
+    id & (super::OWN_KEY | UNASKED) == UNASKED
+}
+
 /// What is known of handles. Any thread; the last known identity is read without a lock.
 #[derive(Debug, Default)]
 pub(super) struct Identities {

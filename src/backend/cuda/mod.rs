@@ -63,7 +63,9 @@ pub struct CudaBackend {
     uuid: [u8; 16],
     events: EventPool,
     waiters: Waiters,
-    contexts: abroad::Contexts,
+    others: abroad::Others,
+    /// Devices of the driver.
+    devices: u32,
     capabilities: Capabilities,
     memory: MemoryKind,
     peers: peers::Peers,
@@ -98,7 +100,8 @@ impl CudaBackend {
             uuid,
             events: EventPool::default(),
             waiters: Waiters::default(),
-            contexts: abroad::Contexts::default(),
+            others: abroad::Others::default(),
+            devices: count.cast_unsigned(),
             capabilities: probed.capabilities,
             memory: probed.memory,
             peers: probed.peers,
@@ -371,8 +374,8 @@ impl Backend for CudaBackend {
     }
 
     /// A stream that captures a graph is refused.
-    fn record_abroad(&self, abroad: &Abroad) -> Result<Event, DriverError> {
-        self.event_abroad(abroad)
+    fn record_abroad(&self, abroad: &Abroad, all: bool) -> Result<Event, DriverError> {
+        self.event_abroad(abroad, all)
     }
 
     fn recycle(&self, event: Event) {

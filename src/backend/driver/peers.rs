@@ -10,7 +10,8 @@ impl Driver {
     }
 
     /// Gives a device access to all that is mapped, by one call a mapping, and to all that will be. On failure it has access to
-    /// nothing that it had none to, unless taking it back was refused twice.
+    /// nothing that it had none to, unless taking it back was refused twice, or another heap on the same backend has given it access:
+    /// then what is new since may have it already, and nothing is taken back.
     pub(crate) fn enable_peer(&self, peer: u32) -> Result<(), DriverError> {
         self.of_parent(DriverCall::SetAccess)?;
         // Locked from the first call to the last: what is mapped meanwhile would be missed.
@@ -24,7 +25,7 @@ impl Driver {
             known.peers.push(peer);
             return Ok(());
         };
-        let kept = self.take_back(&known, at, peer);
+        let kept = if self.backend.peers().contains(&peer) { None } else { self.take_back(&known, at, peer) };
         drop(known);
         if let Some((mappings, why)) = kept {
             tracing::warn!(error = %why, mappings, peer, "access could not be taken back from a device that was not to get it");
