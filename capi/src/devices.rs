@@ -5,7 +5,7 @@
 
 use crate::callbacks::{mapping, xseg_mapping_callback};
 use crate::handles::{enter, xseg_heap};
-use crate::heap::{hand_out, place, put};
+use crate::heap::{hand_out, note_use, place, put};
 use crate::noted;
 use crate::status::{Failure, guard, xseg_status};
 use crate::{stream_id, teller, xseg_stream};
@@ -160,15 +160,13 @@ pub(crate) fn record_use(block: *const c_void, stream: xseg_stream, device: Opti
         Some(device) => heap.record_use_on(address, stream_id(stream), device),
         None => heap.record_use(address, stream_id(stream)),
     })?;
-    if noted::wanted() {
-        noted::used(block.addr() as u64, stream_id(stream).0);
-    }
+    note_use(block.addr() as u64, stream);
     Ok(())
 }
 
-/// The number of a stream's device.
+/// The number of a device that a caller names.
 pub(crate) fn whose(device: c_int) -> Result<u32, Failure> {
-    u32::try_from(device).map_err(|_| Failure::argument(format!("device numbers are 0 and up, not {device}")))
+    u32::try_from(device).map_err(|_| Failure::argument(format!("device numbers begin with 0, and {device} is none")))
 }
 
 /// The device whose heap has this handle; `None`: no device's.

@@ -285,7 +285,8 @@ pub unsafe extern "C" fn xseg_record_use(
     })
 }
 
-fn note_use(block: u64, stream: xseg_stream) {
+/// Writes a declared use to the recordings there are.
+pub(crate) fn note_use(block: u64, stream: xseg_stream) {
     if noted::wanted() {
         noted::used(block, stream_id(stream).0);
     }

@@ -1,13 +1,9 @@
 //! Access of other devices to a heap's memory.
 
-use crate::devices::device;
+use crate::devices::{device, whose};
 use crate::handles::{heap, xseg_heap};
-use crate::status::{Failure, guard, xseg_status};
+use crate::status::{guard, xseg_status};
 use std::ffi::c_int;
-
-fn number(device: c_int) -> Result<u32, Failure> {
-    u32::try_from(device).map_err(|_| Failure::argument(format!("device numbers begin with 0, and {device} is none")))
-}
 
 /// From now on the GPU `device` reads and writes all of the heap's memory: what is mapped, imports too, and what will be,
 /// wherever it moves. That is for good. Ordering the work of both devices is the caller's. For a device that has access, by this or by
@@ -16,7 +12,7 @@ fn number(device: c_int) -> Result<u32, Failure> {
 /// `XSEG_UNAVAILABLE`, one that does not exist, and memory of no GPU, `XSEG_INVALID_ARGUMENT`. Also while a graph is captured.
 #[unsafe(no_mangle)]
 pub extern "C" fn xseg_enable_peer(heap: *mut xseg_heap, device: c_int) -> xseg_status {
-    guard(|| Ok(self::heap(heap)?.enable_peer(number(device)?)?))
+    guard(|| Ok(self::heap(heap)?.enable_peer(whose(device)?)?))
 }
 
 /// As `xseg_enable_peer`, of the process's heap of the GPU `memory`, which is made if it is not there yet (see `xseg_device_heap`): `device`
@@ -26,6 +22,6 @@ pub extern "C" fn xseg_device_enable_peer(memory: c_int, device: c_int) -> xseg_
     guard(|| {
         let heap = &self::device(memory)?.heap;
         // On host memory the heap does not know for which device it stands.
-        if memory == device { Ok(()) } else { Ok(heap.enable_peer(number(device)?)?) }
+        if memory == device { Ok(()) } else { Ok(heap.enable_peer(whose(device)?)?) }
     })
 }
